@@ -1,0 +1,163 @@
+"""Configuration of one engine: frozen, composed, validated once. Knows no environment, no torch and no Ray.
+
+Fields can be overridden by dotted name (`cache.block_size`) or, where only one section has it, by leaf name
+(`block_size`), as in `--set block_size=32` and `LLM(model, block_size=32)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from .errors import ConfigError
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+S = TypeVar("S", bound=Section)
+
+
+class ModelConfig(Section):
+    """Which model, and how its weights and tokenizer are loaded."""
+
+    model: str = Field("smollm2-135m", description="known name, folder, Hugging Face id or GGUF file")
+    served_model_name: str | None = Field(None, description="name in the API; default: derived from `model`")
+    tokenizer: str | None = Field(None, description="folder or Hugging Face id, when not beside the weights")
+    chat_template: str | None = Field(None, description="Jinja text or a file, instead of the model's own")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face id")
+    dtype: DType = Field("auto", description="auto: the checkpoint's own on CUDA, float32 on CPU")
+    load_format: LoadFormat = "auto"
+    max_model_len: int | None = Field(None, ge=2, description="tokens of prompt and output; default: the model's own")
+    seed: int = Field(0, ge=0, description="seed of dummy weights")
+
+
+class CacheConfig(Section):
+    """The paged KV cache."""
+
+    block_size: Literal[16, 32, 64] | None = Field(None, description="tokens a block; default 64 on CUDA, else 16")
+    num_blocks: int | None = Field(None, ge=2, description="default: chosen from the memory that is left")
+    memory_fraction: float = Field(0.9, gt=0, le=1, description="share of GPU memory that the engine may use")
+    cpu_cache_gib: float = Field(1.0, gt=0, description="size of the KV cache on the CPU device, GiB")
+    enable_prefix_caching: bool = True
+
+
+class SchedulerConfig(Section):
+    """The budget of one step and the bound of the queue."""
+
+    max_num_seqs: int = Field(256, ge=1, description="requests that run at once")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens a step; default 8192 on CUDA, else 512")
+    max_num_waiting: int = Field(1024, ge=0, description="requests that may wait in the engine; more are refused")
+
+
+class ParallelConfig(Section):
+    """How one engine is split over devices."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1)
+
+    @field_validator("tensor_parallel_size", "pipeline_parallel_size")
+    @classmethod
+    def only_one_device_yet(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("only 1 is supported in this version")
+        return value
+
+
+class EngineConfig(Section):
+    """All that an engine needs to start."""
+
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:N, or sim:GPU for a simulated device (sim:h200)")
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("device")
+    @classmethod
+    def known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|sim(:[a-z0-9]+)?", value):
+            raise ValueError("must be auto, cpu, cuda, cuda:N or sim:GPU (for example sim:h200)")
+        return value
+
+    @classmethod
+    def build(cls, model: str | None = None, **overrides: Any) -> Self:
+        """From a model and overrides by dotted or leaf name. Raises ConfigError naming field and value."""
+        if model is not None:
+            overrides = {"model.model": model, **overrides}
+        return with_overrides(cls(), overrides)
+
+
+def known_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield (dotted name, is_section) for every field below `section`."""
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        yield prefix + name, is_section
+        if is_section:
+            yield from known_fields(annotation, prefix + name + ".")
+
+
+def resolve_name(section: type[BaseModel], name: str) -> str:
+    """Dotted name of the field that `name` means. Raises ConfigError with the nearest known name."""
+    fields = dict(known_fields(section))
+    if name in fields and not fields[name]:
+        return name
+    leaves = [full for full, is_section in fields.items() if not is_section and full.split(".")[-1] == name]
+    if not leaves:  # a suffix such as cache.block_size of engine.cache.block_size
+        leaves = [full for full, is_section in fields.items() if not is_section and full.endswith("." + name)]
+    if len(leaves) == 1:
+        return leaves[0]
+    if leaves:
+        raise ConfigError(f"{name!r} is ambiguous; write one of {', '.join(sorted(leaves))}", field=name)
+    if name in fields:
+        return name
+    raise ConfigError(f"unknown field {name!r}; {nearest(name, [f for f, s in fields.items() if not s])}", field=name)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint such as "did you mean 'cache.block_size'?"."""
+    by_leaf = {full.split(".")[-1]: full for full in known}
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    close = close or [by_leaf[c] for c in difflib.get_close_matches(name.split(".")[-1], list(by_leaf), n=1)]
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "known fields: " + ", ".join(sorted(known))
+
+
+def with_overrides(config: S, overrides: Mapping[str, Any]) -> S:
+    """A copy with fields replaced by dotted or leaf name. Raises ConfigError naming field and value."""
+    tree = config.model_dump()
+    for name, value in overrides.items():
+        *path, leaf = resolve_name(type(config), name).split(".")
+        node = tree
+        for part in path:
+            node = node[part]
+        if isinstance(value, Mapping) and isinstance(node.get(leaf), Mapping):
+            node[leaf] = {**node[leaf], **value}
+        else:
+            node[leaf] = value
+    return validated(type(config), tree)
+
+
+def validated(section: type[S], tree: Mapping[str, Any]) -> S:
+    """`section` from nested dicts. Raises ConfigError naming the field, its value and what is wrong."""
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            leaves = [full for full, is_section in known_fields(section) if not is_section]
+            raise ConfigError(f"unknown field {field!r}; {nearest(field, leaves)}", field=field) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{field} = {first['input']!r}: {message}", field=field) from None

@@ -1,0 +1,75 @@
+"""Numbers about an engine's load and progress, small enough to send with every frame. Torch-free."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
+    """Load and progress of one engine at one moment. Counters only rise."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks that a request holds; cached blocks that nobody holds count as free."""
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of all requests that were admitted (recomputation after preemption not counted again)."""
+    num_cached_tokens: int = 0
+    """Of those, tokens found in the prefix cache."""
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_refused: int = 0
+    last_step_s: float = 0.0
+    """Duration of the last step, launch to result, seconds."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def to_numbers(self) -> dict[str, float]:
+        """Plain numbers, for carriers that take nothing else."""
+        return {name: float(getattr(self, name)) for name in self.__struct_fields__}
+
+    @classmethod
+    def from_numbers(cls, numbers: dict[str, float]) -> Snapshot:
+        """Inverse of `to_numbers`; unknown names are ignored."""
+        kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
+        return cls(**{n: (int(v) if kinds[n] is int else v) for n, v in numbers.items() if n in kinds})
+
+
+class StepStats(msgspec.Struct, kw_only=True, frozen=True):
+    """One step, for logs, metrics and benches. Times in seconds."""
+
+    step_id: int
+    num_prefill_tokens: int
+    num_decode_seqs: int
+    num_context_tokens: int
+    """KV-cache tokens that attention reads."""
+    schedule_s: float
+    launch_s: float
+    wait_s: float
+    """Time the host waited for the device: 0 means that the host is the bottleneck."""
+    update_s: float
+
+
+class EngineInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """What an edge must know about a replica's engine before it sends work."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_waiting: int
+    device: str
+    dtype: str
+    memory_ledger_bytes: dict[str, int] = {}
+    """Start-up's memory ledger: weights, kv_cache, workspace and so on."""
+    startup_s: dict[str, float] = {}
+    """Seconds each phase of start-up took, in order."""

@@ -1,0 +1,58 @@
+"""The messages between edges and engine cores, and nothing about how they travel (see channel.py).
+
+Up (edge to engine): Hello, Submit, Cancel, Drain. Down (engine to edge): Welcome, Frame.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from manta.engine.prefix_cache import CacheEvents
+from manta.engine.request import EngineRequest, Refusal, RequestDelta
+from manta.engine.stats import EngineInfo, Snapshot
+
+PROTOCOL_VERSION = 1
+
+
+class Hello(msgspec.Struct, tag=True, kw_only=True):
+    """First message of an edge; answered by a Welcome at once."""
+
+    edge_id: str
+    version: int = PROTOCOL_VERSION
+
+
+class Submit(msgspec.Struct, tag=True, kw_only=True):
+    request: EngineRequest
+
+
+class Cancel(msgspec.Struct, tag=True, kw_only=True):
+    """No further delta of this request will be sent; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Drain(msgspec.Struct, tag=True, kw_only=True):
+    """The edge has learned that the replica is leaving: new requests are refused, running ones finish."""
+
+
+Up = Hello | Submit | Cancel | Drain
+
+
+class Welcome(msgspec.Struct, tag=True, kw_only=True):
+    replica_id: str
+    info: EngineInfo
+    snapshot: Snapshot
+
+
+class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """At most one a step and edge; without deltas it is the heartbeat."""
+
+    sequence: int
+    deltas: list[RequestDelta] = []
+    refusals: list[Refusal] = []
+    snapshot: Snapshot | None = None
+    cache_events: CacheEvents | None = None
+    draining: bool = False
+
+
+Down = Welcome | Frame
