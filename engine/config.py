@@ -31,40 +31,48 @@ S = TypeVar("S", bound=Section)
 class ModelConfig(Section):
     """Which model, and how its weights and tokenizer are loaded."""
 
-    model: str = Field("smollm2-135m", description="known name, folder, Hugging Face id or GGUF file")
-    served_model_name: str | None = Field(None, description="name in the API; default: derived from `model`")
-    tokenizer: str | None = Field(None, description="folder or Hugging Face id, when not beside the weights")
-    chat_template: str | None = Field(None, description="Jinja text or a file, instead of the model's own")
-    revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face id")
-    dtype: DType = Field("auto", description="auto: the checkpoint's own on CUDA, float32 on CPU")
+    model: str = Field(default="smollm2-135m", description="known name, folder, Hugging Face id or GGUF file")
+    served_model_name: str | None = Field(default=None, description="name in the API; default: derived from `model`")
+    tokenizer: str | None = Field(default=None, description="folder or Hugging Face id, when not beside the weights")
+    chat_template: str | None = Field(default=None, description="Jinja text or a file, instead of the model's own")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a Hugging Face id")
+    dtype: DType = Field(default="auto", description="auto: the checkpoint's own on CUDA, float32 on CPU")
     load_format: LoadFormat = "auto"
-    max_model_len: int | None = Field(None, ge=2, description="tokens of prompt and output; default: the model's own")
-    seed: int = Field(0, ge=0, description="seed of dummy weights")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="tokens of prompt and output; default: the model's own"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of dummy weights")
 
 
 class CacheConfig(Section):
     """The paged KV cache."""
 
-    block_size: Literal[16, 32, 64] | None = Field(None, description="tokens a block; default 64 on CUDA, else 16")
-    num_blocks: int | None = Field(None, ge=2, description="default: chosen from the memory that is left")
-    memory_fraction: float = Field(0.9, gt=0, le=1, description="share of GPU memory that the engine may use")
-    cpu_cache_gib: float = Field(1.0, gt=0, description="size of the KV cache on the CPU device, GiB")
+    block_size: Literal[16, 32, 64] | None = Field(
+        default=None, description="tokens a block; default 64 on CUDA, else 16"
+    )
+    num_blocks: int | None = Field(default=None, ge=2, description="default: chosen from the memory that is left")
+    memory_fraction: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory that the engine may use")
+    cpu_cache_gib: float = Field(default=1.0, gt=0, description="size of the KV cache on the CPU device, GiB")
     enable_prefix_caching: bool = True
 
 
 class SchedulerConfig(Section):
     """The budget of one step and the bound of the queue."""
 
-    max_num_seqs: int = Field(256, ge=1, description="requests that run at once")
-    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens a step; default 8192 on CUDA, else 512")
-    max_num_waiting: int = Field(1024, ge=0, description="requests that may wait in the engine; more are refused")
+    max_num_seqs: int = Field(default=256, ge=1, description="requests that run at once")
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, description="tokens a step; default 8192 on CUDA, else 512"
+    )
+    max_num_waiting: int = Field(
+        default=1024, ge=0, description="requests that may wait in the engine; more are refused"
+    )
 
 
 class ParallelConfig(Section):
     """How one engine is split over devices."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
-    pipeline_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: int = Field(default=1, ge=1)
 
     @field_validator("tensor_parallel_size", "pipeline_parallel_size")
     @classmethod
@@ -77,7 +85,9 @@ class ParallelConfig(Section):
 class EngineConfig(Section):
     """All that an engine needs to start."""
 
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:N, or sim:GPU for a simulated device (sim:h200)")
+    device: str = Field(
+        default="auto", description="auto, cpu, cuda, cuda:N, or sim:GPU for a simulated device (sim:h200)"
+    )
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -102,10 +112,11 @@ def known_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[s
     """Yield (dotted name, is_section) for every field below `section`."""
     for name, field in section.model_fields.items():
         annotation = field.annotation
-        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        yield prefix + name, is_section
-        if is_section:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield prefix + name, True
             yield from known_fields(annotation, prefix + name + ".")
+        else:
+            yield prefix + name, False
 
 
 def resolve_name(section: type[BaseModel], name: str) -> str:
