@@ -1,0 +1,130 @@
+"""The step loop: schedule, launch, collect, update, one step ahead of the device. Knows no model and no transport.
+
+While the device runs step n, the host plans step n + 1; results are looked at one step later. One thread owns a core.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from .plan import Runner, StepHandle, StepPlan
+from .prefix_cache import CacheEvents
+from .request import EngineRequest, Refusal, RequestDelta
+from .scheduler import Scheduler
+from .stats import EngineInfo, Snapshot, StepStats
+from .step_time import StepShape
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    handle: StepHandle
+    launched_at_s: float
+    schedule_s: float
+    launch_s: float
+
+
+class EngineCore:
+    """Requests in, deltas out. `on_step`, when set, is told about every finished step."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+        self.info = info
+        self.scheduler = scheduler
+        self.on_step: Callable[[StepStats], None] | None = None
+        self._runner = runner
+        self._in_flight: _InFlight | None = None
+        self._num_steps = 0
+        self._last_step_s = 0.0
+        self._device_free_at_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self.scheduler.has_unfinished
+
+    def add(self, request: EngineRequest) -> Refusal | None:
+        """Queue a request, or say why it is not taken. Without a seed it gets a random one."""
+        if request.params.seed is None:
+            request.params = msgspec.structs.replace(request.params, seed=secrets.randbits(63))
+        return self.scheduler.add(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Free all that a request holds at once; no further delta of it will come. False when it is not here."""
+        return self.scheduler.cancel(request_id)
+
+    def step(self) -> list[RequestDelta]:
+        """Launch the next step and collect the one before. Returns the collected step's news, possibly none.
+
+        Raises what the runner raises; the core cannot be used after that.
+        """
+        launched = self._launch()
+        collected, self._in_flight = self._in_flight, launched
+        if collected is None:
+            return []
+        before_s = time.monotonic()
+        result = collected.handle.result()
+        after_s = time.monotonic()
+        deltas = self.scheduler.update(collected.plan, result)
+        self._num_steps += 1
+        self._last_step_s = after_s - max(collected.launched_at_s, self._device_free_at_s)
+        self._device_free_at_s = after_s
+        if self.on_step is not None:
+            self.on_step(self._stats(collected, wait_s=after_s - before_s, update_s=time.monotonic() - after_s))
+        return deltas
+
+    def snapshot(self) -> Snapshot:
+        """Load and progress now."""
+        scheduler, pool = self.scheduler, self.scheduler.cache.pool
+        return Snapshot(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_used_blocks=pool.num_used,
+            num_steps=self._num_steps,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_finished=scheduler.num_finished,
+            num_cancelled=scheduler.num_cancelled,
+            num_refused=scheduler.num_refused,
+            last_step_s=self._last_step_s,
+        )
+
+    def take_cache_events(self) -> CacheEvents | None:
+        """Prefix-cache changes since the last call."""
+        return self.scheduler.cache.take_events()
+
+    def close(self) -> None:
+        """Wait for what is in flight and release the device."""
+        if self._in_flight is not None:
+            self._in_flight.handle.result()
+            self._in_flight = None
+        self._runner.close()
+
+    def _launch(self) -> _InFlight | None:
+        start_s = time.monotonic()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        scheduled_s = time.monotonic()
+        handle = self._runner.launch(plan)
+        launched_s = time.monotonic()
+        return _InFlight(plan, handle, scheduled_s, scheduled_s - start_s, launched_s - scheduled_s)
+
+    def _stats(self, step: _InFlight, *, wait_s: float, update_s: float) -> StepStats:
+        shape = StepShape.of(step.plan)
+        return StepStats(
+            step_id=step.plan.step_id,
+            num_prefill_tokens=shape.num_prefill_tokens,
+            num_decode_seqs=shape.num_decode_seqs,
+            num_context_tokens=shape.num_decode_context_tokens,
+            schedule_s=step.schedule_s,
+            launch_s=step.launch_s,
+            wait_s=wait_s,
+            update_s=update_s,
+        )

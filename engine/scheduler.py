@@ -1,0 +1,418 @@
+"""Decides what each step computes: one token budget for decodes, chunked prefills and new requests. Pure.
+
+Knows tokens, blocks and slots as numbers; no torch, no clock, no model. It may run one step ahead of the device:
+`schedule` is called while the previous step is in flight, and a token that is sampled but not yet known counts as
+present (`num_in_flight`). `update` brings the results in, one step later.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+from .plan import NewSequence, Row, StepPlan, StepResult
+from .prefix_cache import BlockHasher, PrefixCache
+from .request import (
+    EngineRequest,
+    FinishReason,
+    Refusal,
+    RefusalReason,
+    RequestDelta,
+    RequestStatus,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What was settled at start-up. Sizes in tokens unless named otherwise."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_waiting: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    enable_prefix_caching: bool = True
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request inside the scheduler. `token_ids` are the known tokens: prompt and outputs."""
+
+    request: EngineRequest
+    arrival: int
+    token_ids: list[int]
+    max_output_tokens: int
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    """Full blocks already offered to the prefix cache."""
+    num_computed: int = 0
+    """Tokens whose KV is in the cache once the steps in flight are done."""
+    num_in_flight: int = 0
+    """Tokens sampled by steps whose results are not in yet: 0 or 1."""
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.wants_prompt_logprobs = params.prompt_logprobs is not None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.request.priority, self.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, known or in flight."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens the device still has to compute; 0 while only results are awaited."""
+        if self.num_tokens - self.num_prompt_tokens >= self.max_output_tokens > 0:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_tokens - self.num_computed == 1 and self.num_tokens > self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """A row's sequence, kept until the row's results arrive."""
+
+    sequence: Sequence
+    samples: bool
+
+
+class Scheduler:
+    """Continuous batching over one paged cache. One thread owns it."""
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, hasher: BlockHasher) -> None:
+        self.limits = limits
+        self.cache = cache
+        self._hasher = hasher
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._running: list[Sequence] = []  # by order: the last is the first to be preempted
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._scheduled: dict[int, list[_Scheduled]] = {}
+        self._arrivals = itertools.count()
+        self._step_ids = itertools.count()
+        self._num_waiting = 0
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_finished = 0
+        self.num_cancelled = 0
+        self.num_refused = 0
+
+    # ---- what others ask
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    # ---- requests come and go
+
+    def add(self, request: EngineRequest) -> Refusal | None:
+        """Queue a request, or say why it is not taken."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self.num_refused += 1
+            return refusal
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        sequence = Sequence(request, next(self._arrivals), token_ids, self._max_output_tokens(request))
+        self._sequences[request.request_id] = sequence
+        self._enqueue(sequence)
+        return None
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request at once, whatever it is doing. False when it is not here."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._finish(sequence)
+        self.num_cancelled += 1
+        return True
+
+    # ---- a step
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute now."""
+        step = _Step(self.limits.max_num_batched_tokens)
+        for sequence in list(self._running):  # decodes first: running streams never wait for prefills
+            if sequence.is_decoding and sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
+                self._schedule_decode(step, sequence)
+        for sequence in self._running:
+            if not sequence.is_decoding and sequence.num_to_compute and step.budget:
+                self._schedule_tokens(step, sequence, [])
+        self._admit(step)
+        if not step.rows:
+            return None
+        plan = StepPlan(next(self._step_ids), self._freed_slots, step.new, step.rows)
+        self._freed_slots = []
+        self._scheduled[plan.step_id] = step.scheduled
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """Bring in a step's results, in the order of the plans. Returns what is new for each request."""
+        deltas = []
+        tokens = iter(result.token_ids)
+        for index, entry in enumerate(self._scheduled.pop(plan.step_id)):
+            sequence, token_id = entry.sequence, next(tokens) if entry.samples else None
+            if entry.samples:
+                sequence.num_in_flight -= 1
+            if sequence.status is RequestStatus.FINISHED:
+                continue  # ended meanwhile: the surplus token is dropped
+            row = plan.rows[index]
+            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(index, ()))
+            if token_id is not None:
+                deltas.append(self._accept(sequence, token_id, result.logprobs.get(index)))
+            elif sequence.max_output_tokens == 0 and row.start + row.num_tokens >= sequence.num_prompt_tokens:
+                deltas.append(self._end(sequence, RequestDelta(request_id=sequence.request.request_id)))
+        assert next(tokens, None) is None, "more tokens than rows that sample"
+        return deltas
+
+    def check(self) -> None:
+        """Assert that blocks, slots and queues add up (for tests: after any step)."""
+        self.cache.check()
+        references = [0] * self.cache.pool.num_blocks
+        for sequence in self._running:
+            assert sequence.status is RequestStatus.RUNNING
+            assert sequence.slot is not None
+            for block_id in sequence.block_ids:
+                references[block_id] += 1
+        for block_id, count in enumerate(references):
+            assert self.cache.pool.num_references(block_id) == count
+        slots = [sequence.slot for sequence in self._running]
+        assert len(set(slots)) == len(slots)
+        assert len(slots) + len(self._free_slots) == self.limits.max_num_seqs
+        waiting = [s for s in self._sequences.values() if s.status is not RequestStatus.RUNNING]
+        assert len(waiting) == self._num_waiting
+        assert len(self._running) + len(waiting) == len(self._sequences)
+
+    # ---- helpers
+
+    def _refusal(self, request: EngineRequest) -> Refusal | None:
+        def refuse(reason: RefusalReason, message: str) -> Refusal:
+            return Refusal(request_id=request.request_id, reason=reason, message=message)
+
+        num_prompt_tokens, limit = len(request.prompt_token_ids), self.limits.max_model_len
+        max_tokens = request.params.max_tokens
+        if request.request_id in self._sequences:
+            return refuse(RefusalReason.INVALID, f"Request id {request.request_id!r} is already in use.")
+        if not num_prompt_tokens:
+            return refuse(RefusalReason.INVALID, "The prompt must hold at least one token.")
+        highest = max(request.prompt_token_ids)
+        if highest >= self.limits.vocab_size or min(request.prompt_token_ids) < 0:
+            message = f"The prompt holds token ids outside the vocabulary (0 to {self.limits.vocab_size - 1})."
+            return refuse(RefusalReason.INVALID, message)
+        needed = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
+        if needed > limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens, but {num_prompt_tokens} prompt tokens and "
+                f"{needed - num_prompt_tokens} output tokens were requested. Shorten the prompt or lower max_tokens."
+            )
+            return refuse(RefusalReason.TOO_LONG, message)
+        if len(request.output_token_ids) >= self._max_output_tokens(request) > 0:
+            return refuse(RefusalReason.INVALID, "The request already has all the output that it may have.")
+        if self._num_waiting >= self.limits.max_num_waiting + len(self._free_slots):
+            message = f"The queue is full ({self._num_waiting} requests wait). Try again later."
+            return refuse(RefusalReason.OVERLOADED, message)
+        return None
+
+    def _max_output_tokens(self, request: EngineRequest) -> int:
+        room = self.limits.max_model_len - len(request.prompt_token_ids)
+        return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._num_waiting += 1
+
+    def _schedule_decode(self, step: _Step, sequence: Sequence) -> None:
+        if not step.budget:
+            return
+        new_block_ids: list[int] = []
+        if sequence.num_computed == len(sequence.block_ids) * self._hasher.block_size:
+            while not self.cache.pool.can_allocate(1):
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return
+            new_block_ids = self.cache.pool.allocate(1)
+        self._schedule_tokens(step, sequence, new_block_ids)
+
+    def _admit(self, step: _Step) -> None:
+        while self._waiting and step.budget and self._free_slots:
+            sequence = self._waiting[0][1]
+            if sequence.status is RequestStatus.FINISHED:
+                heapq.heappop(self._waiting)
+                continue
+            if sequence.num_in_flight:
+                return  # preempted a moment ago: its last token is not known yet
+            cached = self._cached_blocks(sequence)
+            pool, size = self.cache.pool, self._hasher.block_size
+            num_missing = -(-len(sequence.token_ids) // size) - len(cached)
+            num_revived = sum(1 for block_id in cached if not pool.num_references(block_id))
+            # Running sequences grow: one spare block for each keeps an admission from preempting them at once.
+            if not pool.can_allocate(num_missing + num_revived + len(self._running)):
+                return
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            self._start(step, sequence, cached, num_missing)
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        if not self.limits.enable_prefix_caching:
+            return []
+        self._hasher.extend(sequence.block_hashes, sequence.token_ids, salt=sequence.request.cache_salt)
+        if sequence.wants_prompt_logprobs and not self._has_prompt_logprobs(sequence):
+            return []  # every prompt position has to be computed
+        # At least one token is computed, so that there are logits to sample from.
+        return self.cache.lookup(sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._hasher.block_size])
+
+    def _start(self, step: _Step, sequence: Sequence, cached: list[int], num_missing: int) -> None:
+        for block_id in cached:
+            self.cache.pool.acquire(block_id)
+        sequence.block_ids = cached + self.cache.pool.allocate(num_missing)
+        sequence.num_computed = len(cached) * self._hasher.block_size
+        sequence.num_published = len(cached)
+        sequence.slot = self._free_slots.pop()
+        sequence.status = RequestStatus.RUNNING
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.num_cached_tokens += sequence.num_cached_tokens
+        bisect.insort(self._running, sequence, key=lambda s: s.order)
+        request = sequence.request
+        step.new.append(
+            NewSequence(
+                sequence.slot,
+                list(sequence.token_ids),
+                sequence.num_prompt_tokens,
+                list(sequence.block_ids),
+                request.params,
+                list(self.limits.eos_token_ids),
+            )
+        )
+        self._schedule_tokens(step, sequence, [])
+
+    def _schedule_tokens(self, step: _Step, sequence: Sequence, new_block_ids: list[int]) -> None:
+        assert sequence.slot is not None
+        is_decode = sequence.is_decoding
+        num_tokens = min(sequence.num_to_compute, step.budget)
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        samples = end == sequence.num_tokens and sequence.max_output_tokens > 0
+        asks = sequence.wants_prompt_logprobs and not self._has_prompt_logprobs(sequence)
+        row = Row(sequence.slot, start, num_tokens, new_block_ids, samples, is_decode, start if asks else None)
+        step.add(row, _Scheduled(sequence, samples))
+        sequence.block_ids.extend(new_block_ids)
+        sequence.num_computed = end
+        sequence.num_in_flight += samples
+        self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer full blocks of known tokens to the cache. Their KV is written by the steps launched so far, before
+        any later reader's attention; requests of the same step may share them, since a step writes before it reads."""
+        if not self.limits.enable_prefix_caching:
+            return
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self._hasher.block_size
+        if num_full <= sequence.num_published:
+            return
+        self._hasher.extend(sequence.block_hashes, sequence.token_ids, salt=sequence.request.cache_salt)
+        for index in range(sequence.num_published, num_full):
+            self.cache.publish(sequence.block_ids[index], sequence.block_hashes[index])
+        sequence.num_published = num_full
+
+    def _has_prompt_logprobs(self, sequence: Sequence) -> bool:
+        return len(sequence.prompt_logprobs) >= sequence.num_prompt_tokens - 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take blocks and slot away; all tokens are recomputed when it runs again."""
+        self._leave(sequence)
+        sequence.status = RequestStatus.PREEMPTED
+        sequence.num_computed = sequence.num_published = 0
+        if not self._has_prompt_logprobs(sequence):
+            sequence.prompt_logprobs.clear()
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._running.remove(sequence)
+        self.cache.release(sequence.block_ids)
+        sequence.block_ids = []
+        self._free_slots.append(sequence.slot)
+        self._freed_slots.append(sequence.slot)
+        sequence.slot = None
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.status is RequestStatus.RUNNING:
+            self._leave(sequence)
+        else:
+            self._num_waiting -= 1
+        sequence.status = RequestStatus.FINISHED
+        del self._sequences[sequence.request.request_id]
+
+    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> RequestDelta:
+        request, params = sequence.request, sequence.request.params
+        delta = RequestDelta(request_id=request.request_id, token_ids=[token_id])
+        delta.logprobs = [logprobs] if logprobs is not None else None
+        if len(sequence.token_ids) == sequence.num_prompt_tokens + len(request.output_token_ids):
+            self._add_first_facts(sequence, delta)
+        sequence.token_ids.append(token_id)
+        self.num_generated_tokens += 1
+        num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+        is_eos = token_id in self.limits.eos_token_ids and not params.ignore_eos
+        if (is_eos or token_id in params.stop_token_ids) and num_output_tokens >= params.min_tokens:
+            delta.stop_token_id = token_id
+            return self._end(sequence, delta, FinishReason.STOP)
+        if num_output_tokens >= sequence.max_output_tokens:
+            return self._end(sequence, delta, FinishReason.LENGTH)
+        return delta
+
+    def _add_first_facts(self, sequence: Sequence, delta: RequestDelta) -> None:
+        delta.num_cached_tokens = sequence.num_cached_tokens
+        if sequence.wants_prompt_logprobs:
+            delta.prompt_logprobs = [None, *sequence.prompt_logprobs[: sequence.num_prompt_tokens - 1]]
+
+    def _end(self, sequence: Sequence, delta: RequestDelta, reason: FinishReason = FinishReason.LENGTH) -> RequestDelta:
+        if not delta.token_ids:
+            self._add_first_facts(sequence, delta)
+        delta.finish_reason = reason
+        self._finish(sequence)
+        self.num_finished += 1
+        return delta
+
+
+class _Step:
+    """The step that is being put together, and what is left of its budget (tokens)."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.new: list[NewSequence] = []
+        self.rows: list[Row] = []
+        self.scheduled: list[_Scheduled] = []
+
+    def add(self, row: Row, scheduled: _Scheduled) -> None:
+        self.rows.append(row)
+        self.scheduled.append(scheduled)
+        self.budget -= row.num_tokens

@@ -1,0 +1,107 @@
+"""How long a step takes, from the hardware's peaks and the model's shape. One model for router, simulator and planner.
+
+A roofline (Williams et al. 2009): weights are read once a step, the KV cache once per decode, and either the memory
+or the matrix units are the limit. Torch-free; corrected by measured profiles where there are any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from .errors import ConfigError
+from .model_shape import ModelShape
+from .plan import StepPlan
+
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Peaks of one device as they can be reached: bytes/s, FLOP/s (16-bit matrix products), bytes."""
+
+    name: str
+    memory_bandwidth: float
+    matrix_flops: float
+    memory_bytes: float
+    step_overhead_s: float = 300e-6
+    """Kernel boundaries and host time that no overlap hides."""
+
+
+HARDWARE = {
+    # Read bandwidth and 8192^3 bf16 product as measured on the device.
+    "h200": Hardware("h200", 4.5e12, 790e12, 140e9),
+    # Data-sheet figures times the share that the measured device reaches (0.94 of bandwidth, 0.8 of matrix rate).
+    "h100": Hardware("h100", 3.15e12, 790e12, 80e9),
+    "a100": Hardware("a100", 1.9e12, 250e12, 80e9),
+}
+
+
+def hardware_named(name: str) -> Hardware:
+    """Raises ConfigError for a name that is not in the table."""
+    try:
+        return HARDWARE[name]
+    except KeyError:
+        known = ", ".join(sorted(HARDWARE))
+        raise ConfigError(f"device: no figures for {name!r}; known are {known}", field="device") from None
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step computes. Tokens unless named otherwise."""
+
+    num_prefill_tokens: int = 0
+    num_decode_seqs: int = 0
+    num_decode_context_tokens: int = 0
+    """KV-cache tokens that the decodes read, summed over them."""
+    num_prefill_pairs: int = 0
+    """Query-key pairs of the prefills' attention, summed over their tokens."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Self:
+        prefill = decodes = context = pairs = 0
+        for row in plan.rows:
+            if row.is_decode:
+                decodes += 1
+                context += row.start + 1
+            else:
+                prefill += row.num_tokens
+                pairs += row.num_tokens * row.start + row.num_tokens * (row.num_tokens + 1) // 2
+        return cls(prefill, decodes, context, pairs)
+
+
+class StepTimeModel:
+    """step time = f(prefill tokens, decode sequences, KV tokens read), seconds."""
+
+    def __init__(self, shape: ModelShape, hardware: Hardware, *, dtype: str = "bfloat16") -> None:
+        size = BYTES_PER_ELEMENT[dtype]
+        embedding = shape.vocab_size * shape.hidden_size
+        read_parameters = shape.num_parameters - (0 if shape.tie_word_embeddings else embedding)
+        self._hardware = hardware
+        self._weight_bytes = read_parameters * size
+        self._flops_per_token = 2.0 * (read_parameters - embedding)
+        self._flops_per_logits_row = 2.0 * embedding
+        self._kv_bytes_per_token = shape.kv_elements_per_token * size
+        self._flops_per_pair = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that every step reads."""
+        return self._weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._kv_bytes_per_token
+
+    def predict(self, step: StepShape) -> float:
+        """Seconds for one step; 0 for an empty one."""
+        num_tokens = step.num_prefill_tokens + step.num_decode_seqs
+        if not num_tokens:
+            return 0.0
+        hardware = self._hardware
+        rows = step.num_decode_seqs + (1 if step.num_prefill_tokens else 0)
+        linear_flops = self._flops_per_token * num_tokens + self._flops_per_logits_row * rows
+        linear_s = max(self._weight_bytes / hardware.memory_bandwidth, linear_flops / hardware.matrix_flops)
+        decode_s = self._kv_bytes_per_token * step.num_decode_context_tokens / hardware.memory_bandwidth
+        prefill_s = self._flops_per_pair * step.num_prefill_pairs / hardware.matrix_flops
+        return hardware.step_overhead_s + linear_s + decode_s + prefill_s

@@ -1,0 +1,333 @@
+"""The scheduler, step by step, with literal numbers: blocks of 4 tokens, a budget of 32 unless said otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from manta.engine.plan import StepPlan, StepResult
+from manta.engine.request import FinishReason, RefusalReason, RequestDelta
+from manta.engine.scheduler import Scheduler
+from tests.engine.engines import make_scheduler, request
+
+
+def schedule(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.check()
+    return plan
+
+
+def finish(scheduler: Scheduler, plan: StepPlan, *token_ids: int) -> list[RequestDelta]:
+    deltas = scheduler.update(plan, StepResult(list(token_ids)))
+    scheduler.check()
+    return deltas
+
+
+def rows(plan: StepPlan) -> list[tuple[int, int, bool]]:
+    return [(row.start, row.num_tokens, row.samples) for row in plan.rows]
+
+
+def test_a_prompt_that_fits_the_budget_is_computed_in_one_step_and_samples():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1] * 10))
+    plan = schedule(scheduler)
+    assert rows(plan) == [(0, 10, True)]
+    assert len(plan.new[0].block_ids) == 3
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples():
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(request("a", [1] * 20))
+    chunks = []
+    for _ in range(3):
+        plan = schedule(scheduler)
+        chunks += rows(plan)
+        finish(scheduler, plan, *([7] if plan.rows[0].samples else []))
+    assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True)]
+
+
+def test_the_next_step_is_planned_before_the_token_is_known():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1, 2, 3]))
+    first = schedule(scheduler)
+    second = schedule(scheduler)
+    assert [(r.start, r.num_tokens, r.is_decode) for r in second.rows] == [(3, 1, True)]
+    [delta] = finish(scheduler, first, 7)
+    assert delta.token_ids == [7]
+
+
+def test_no_token_beyond_max_tokens_is_ever_computed():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1, 2, 3], max_tokens=2))
+    first = schedule(scheduler)
+    second = schedule(scheduler)
+    assert scheduler.schedule() is None
+    finish(scheduler, first, 7)
+    [delta] = finish(scheduler, second, 8)
+    assert delta.finish_reason is FinishReason.LENGTH
+    assert not scheduler.has_unfinished
+
+
+def test_the_surplus_token_after_an_eos_is_dropped_and_never_published():
+    scheduler = make_scheduler(eos=(99,))
+    scheduler.add(request("a", [1, 2, 3], max_tokens=8))
+    first, second = schedule(scheduler), schedule(scheduler)
+    [delta] = finish(scheduler, first, 99)
+    assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 99)
+    assert finish(scheduler, second, 5) == []
+    assert scheduler.cache.pool.num_used == 0
+    assert scheduler.cache.num_cached_blocks == 0
+    assert scheduler.num_generated_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "token", "reason"),
+    [
+        ({"ignore_eos": True}, 99, None),
+        ({"stop_token_ids": (5,)}, 5, FinishReason.STOP),
+        ({"stop_token_ids": (5,), "ignore_eos": True}, 5, FinishReason.STOP),
+        ({"min_tokens": 2}, 99, None),
+        ({}, 5, None),
+    ],
+)
+def test_what_ends_a_request(params: dict[str, object], token: int, reason: FinishReason | None):
+    scheduler = make_scheduler(eos=(99,))
+    scheduler.add(request("a", [1, 2, 3], max_tokens=8, **params))
+    [delta] = finish(scheduler, schedule(scheduler), token)
+    assert delta.finish_reason is reason
+
+
+def test_decodes_come_before_prefills_and_share_the_budget():
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(request("a", [1] * 4))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.add(request("b", [2] * 20))
+    assert rows(schedule(scheduler)) == [(4, 1, True), (0, 7, False)]
+
+
+def test_requests_that_arrive_together_share_the_blocks_of_a_common_prefix():
+    scheduler = make_scheduler()
+    for name in "abc":
+        scheduler.add(request(name, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    plan = schedule(scheduler)
+    assert rows(plan) == [(0, 9, True), (8, 1, True), (8, 1, True)]
+    shared = {tuple(new.block_ids[:2]) for new in plan.new}
+    assert len(shared) == 1
+    assert scheduler.cache.pool.num_used == 2 + 3
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_block():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", list(range(8)), max_tokens=1))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.add(request("b", list(range(8)), max_tokens=1))
+    plan = schedule(scheduler)
+    assert rows(plan) == [(4, 4, True)]
+    [delta] = finish(scheduler, plan, 7)
+    assert delta.num_cached_tokens == 4
+
+
+def test_generated_tokens_are_cached_once_they_are_known():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1, 2, 3], max_tokens=6))
+    for token in (11, 12, 13, 14, 15, 16):
+        finish(scheduler, schedule(scheduler), token)
+    scheduler.add(request("b", [1, 2, 3, 11, 12, 13, 14, 15, 99]))
+    assert rows(schedule(scheduler)) == [(8, 1, True)]
+
+
+def test_another_salt_finds_nothing():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", list(range(9)), max_tokens=1, salt="tenant-a"))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.add(request("b", list(range(9)), salt="tenant-b"))
+    assert rows(schedule(scheduler)) == [(0, 9, True)]
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    scheduler = make_scheduler(prefix_caching=False)
+    for name in "ab":
+        scheduler.add(request(name, list(range(9))))
+    assert rows(schedule(scheduler)) == [(0, 9, True), (0, 9, True)]
+
+
+def test_prompt_logprobs_compute_every_position_whatever_is_cached():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", list(range(9)), max_tokens=1))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.add(request("b", list(range(9)), prompt_logprobs=0))
+    plan = schedule(scheduler)
+    assert rows(plan) == [(0, 9, True)]
+    assert plan.rows[0].prompt_logprobs_start == 0
+
+
+def test_lower_priority_values_run_first_and_equal_ones_by_arrival():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name, priority in (("late", 5), ("first", 0), ("second", 0)):
+        scheduler.add(request(name, [1, 2], priority=priority, max_tokens=1))
+    order = []
+    while scheduler.has_unfinished:
+        order += [delta.request_id for delta in finish(scheduler, schedule(scheduler), 7)]
+    assert order == ["first", "second", "late"]
+
+
+def test_the_youngest_is_preempted_when_blocks_run_out_and_recomputed_later():
+    scheduler = make_scheduler(num_blocks=5, max_model_len=20)
+    for name, first in (("old", 1), ("young", 2)):
+        scheduler.add(request(name, [first] * 7, max_tokens=6))
+    finish(scheduler, schedule(scheduler), 10, 20)
+    finish(scheduler, schedule(scheduler), 11, 21)
+    plan = schedule(scheduler)  # both need a third block; one is free
+    assert scheduler.num_preemptions == 1
+    assert [row.start for row in plan.rows] == [8]
+    finish(scheduler, plan, 12)
+    tokens = {"old": [10, 11, 12], "young": [20, 21]}
+    while scheduler.has_unfinished:
+        plan = schedule(scheduler)
+        sampled = [30] * sum(row.samples for row in plan.rows)
+        for delta in finish(scheduler, plan, *sampled):
+            tokens[delta.request_id] += delta.token_ids
+    assert tokens == {"old": [10, 11, 12, 30, 30, 30], "young": [20, 21, 30, 30, 30, 30]}
+    assert scheduler.num_prompt_tokens == 14
+
+
+def test_a_request_preempted_with_a_token_in_flight_waits_for_that_token():
+    scheduler = make_scheduler(num_blocks=5, max_model_len=20)
+    for name, first in (("old", 1), ("young", 2)):
+        scheduler.add(request(name, [first] * 7, max_tokens=6))
+    first = schedule(scheduler)
+    second = schedule(scheduler)
+    finish(scheduler, first, 10, 20)
+    third = schedule(scheduler)
+    assert scheduler.num_preemptions == 1
+    [_, young] = finish(scheduler, second, 11, 21)
+    assert young.token_ids == [21]
+    finish(scheduler, third, 12)
+
+
+def test_running_requests_grow_before_new_ones_are_admitted():
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    scheduler.add(request("a", [1] * 8, max_tokens=8))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.add(request("b", [2] * 5))
+    plan = schedule(scheduler)
+    assert [row.start for row in plan.rows] == [8]
+    assert scheduler.num_waiting == 1
+
+
+def test_slots_limit_how_many_run():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(request(name, [1, 2]))
+    assert len(schedule(scheduler).rows) == 2
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "reason"),
+    [
+        ([1] * 60, 4, None),
+        ([1] * 60, 5, RefusalReason.TOO_LONG),
+        ([1] * 64, None, RefusalReason.TOO_LONG),
+        ([1] * 63, None, None),
+        ([1] * 500, 1, RefusalReason.TOO_LONG),
+        ([], 1, RefusalReason.INVALID),
+        ([1000], 1, RefusalReason.INVALID),
+        ([-1], 1, RefusalReason.INVALID),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(prompt: list[int], max_tokens: int | None, reason: RefusalReason | None):
+    scheduler = make_scheduler(max_model_len=64)
+    refusal = scheduler.add(request("a", prompt, max_tokens=max_tokens))
+    assert (refusal and refusal.reason) == reason
+    if reason is RefusalReason.TOO_LONG:
+        assert refusal is not None
+        assert "64" in refusal.message
+        assert str(len(prompt)) in refusal.message
+
+
+def test_a_full_queue_refuses_with_overload():
+    scheduler = make_scheduler(max_num_seqs=1, max_num_waiting=2)
+    refusals = [scheduler.add(request(name, [1, 2])) for name in "abcd"]
+    assert [r and r.reason for r in refusals] == [None, None, None, RefusalReason.OVERLOADED]
+    assert scheduler.num_refused == 1
+
+
+def test_an_id_that_is_in_use_is_refused():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1]))
+    refusal = scheduler.add(request("a", [2]))
+    assert refusal is not None
+    assert refusal.reason is RefusalReason.INVALID
+
+
+def test_a_request_without_room_for_output_ends_after_its_prompt():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1, 2, 3], max_tokens=0))
+    plan = schedule(scheduler)
+    assert rows(plan) == [(0, 3, False)]
+    [delta] = finish(scheduler, plan)
+    assert (delta.token_ids, delta.finish_reason, delta.num_cached_tokens) == ([], FinishReason.LENGTH, 0)
+
+
+def test_output_made_elsewhere_counts_as_output():
+    scheduler = make_scheduler()
+    resumed = request("a", [1, 2, 3], max_tokens=4)
+    resumed.output_token_ids = [7, 8]
+    scheduler.add(resumed)
+    plan = schedule(scheduler)
+    assert rows(plan) == [(0, 5, True)]
+    assert plan.new[0].num_prompt_tokens == 3
+    [first] = finish(scheduler, plan, 9)
+    [last] = finish(scheduler, schedule(scheduler), 10)
+    assert (first.finish_reason, last.finish_reason) == (None, FinishReason.LENGTH)
+
+
+def test_a_resumed_request_that_has_all_its_output_is_refused():
+    scheduler = make_scheduler()
+    resumed = request("a", [1, 2, 3], max_tokens=2)
+    resumed.output_token_ids = [7, 8]
+    refusal = scheduler.add(resumed)
+    assert refusal is not None
+    assert refusal.reason is RefusalReason.INVALID
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefilling", "in flight", "decoding"])
+def test_cancelling_frees_everything_at_any_moment(moment: str):
+    scheduler = make_scheduler(budget=4)
+    scheduler.add(request("a", [1] * 6))
+    plans = []
+    if moment != "waiting":
+        plans.append(schedule(scheduler))
+    if moment in ("in flight", "decoding"):
+        finish(scheduler, plans.pop())
+        plans.append(schedule(scheduler))
+    if moment == "decoding":
+        finish(scheduler, plans.pop(), 7)
+        plans.append(schedule(scheduler))
+    assert scheduler.cancel("a")
+    for plan in plans:
+        assert finish(scheduler, plan, *[7] * sum(row.samples for row in plan.rows)) == []
+    assert scheduler.cache.pool.num_used == 0
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_cancelled) == (0, 0, 1)
+    assert not scheduler.cancel("a")
+
+
+def test_a_cancelled_request_does_not_hold_up_the_queue():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name in "abc":
+        scheduler.add(request(name, [1, 2], max_tokens=1))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.cancel("b")
+    [delta] = finish(scheduler, schedule(scheduler), 7)
+    assert delta.request_id == "c"
+
+
+def test_freed_slots_are_told_before_they_are_used_again():
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(request("a", [1, 2], max_tokens=1))
+    first = schedule(scheduler)
+    finish(scheduler, first, 7)
+    scheduler.add(request("b", [3, 4]))
+    second = schedule(scheduler)
+    assert second.freed_slots == [first.new[0].slot] == [second.new[0].slot]

@@ -1,0 +1,52 @@
+"""The step-time model against figures that were measured or can be computed by hand."""
+
+import pytest
+
+from manta.engine.errors import ConfigError
+from manta.engine.model_shape import ModelShape
+from manta.engine.step_time import StepShape, StepTimeModel, hardware_named
+
+LLAMA_8B = ModelShape(
+    architecture="LlamaForCausalLM",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+)
+
+
+@pytest.fixture
+def model() -> StepTimeModel:
+    return StepTimeModel(LLAMA_8B, hardware_named("h200"))
+
+
+def test_weights_and_cache_of_llama_8b_have_their_known_sizes(model: StepTimeModel):
+    assert LLAMA_8B.num_parameters == pytest.approx(8.03e9, rel=0.01)
+    assert model.weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert model.kv_bytes_per_token == 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("step", "measured_s"),
+    [
+        (StepShape(num_decode_seqs=1, num_decode_context_tokens=1024), 4.12e-3),
+        (StepShape(num_decode_seqs=64, num_decode_context_tokens=64 * 576), 5.89e-3),
+        (StepShape(num_prefill_tokens=8192, num_prefill_pairs=8192 * 8193 // 2), 191e-3),
+    ],
+    ids=["batch 1", "batch 64", "prefill 8192"],
+)
+def test_predictions_are_near_what_an_h200_does(model: StepTimeModel, step: StepShape, measured_s: float):
+    assert model.predict(step) == pytest.approx(measured_s, rel=0.25)
+
+
+def test_an_empty_step_takes_no_time(model: StepTimeModel):
+    assert model.predict(StepShape()) == 0.0
+
+
+def test_unknown_hardware_is_refused_with_what_is_known():
+    with pytest.raises(ConfigError, match="h200"):
+        hardware_named("abacus")
