@@ -38,8 +38,7 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     @classmethod
     def from_numbers(cls, numbers: dict[str, float]) -> Snapshot:
         """Inverse of `to_numbers`; unknown names are ignored."""
-        kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
-        return cls(**{n: (int(v) if kinds[n] is int else v) for n, v in numbers.items() if n in kinds})
+        return msgspec.convert(numbers, cls, strict=False)
 
 
 class StepStats(msgspec.Struct, kw_only=True, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,8 @@ def make_scheduler(
     return Scheduler(limits, PrefixCache(num_blocks), BlockHasher(block_size, domain="test"))
 
 
-def make_core(**sizes: object) -> EngineCore:
-    scheduler = make_scheduler(**sizes)  # type: ignore[arg-type]
+def make_core(**sizes: Any) -> EngineCore:
+    scheduler = make_scheduler(**sizes)
     runner = SimRunner(lambda step: 0.0, vocab_size=1000, clock=lambda: 0.0)
     pool = scheduler.cache.pool
     info = EngineInfo(
@@ -58,13 +59,13 @@ def make_core(**sizes: object) -> EngineCore:
 
 
 def request(
-    name: str, prompt: list[int], *, priority: int = 0, salt: str | None = None, **params: object
+    name: str, prompt: list[int], *, priority: int = 0, salt: str | None = None, **params: Any
 ) -> EngineRequest:
     defaults = {"max_tokens": 4, "temperature": 0.0, "seed": 0}
     return EngineRequest(
         request_id=name,
         prompt_token_ids=prompt,
-        params=SamplingParams(**{**defaults, **params}),  # type: ignore[arg-type]
+        params=SamplingParams(**{**defaults, **params}),
         priority=priority,
         cache_salt=salt,
     )

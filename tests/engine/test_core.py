@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def core() -> EngineCore:
     return make_core()
 
 
-def requests(**params: object) -> list[EngineRequest]:
+def requests(**params: Any) -> list[EngineRequest]:
     return [request(name, prompt, max_tokens=12, **params) for name, prompt in PROMPTS.items()]
 
 
@@ -47,7 +48,7 @@ ALONE = {r.request_id: run(make_core(), r)[r.request_id] for r in requests()}
     ],
     ids=str,
 )
-def test_tokens_do_not_depend_on_neighbours_chunks_or_blocks(sizes: dict[str, object]):
+def test_tokens_do_not_depend_on_neighbours_chunks_or_blocks(sizes: dict[str, Any]):
     core = make_core(**sizes)
     assert run(core, *requests()) == ALONE
     assert_nothing_is_held(core)

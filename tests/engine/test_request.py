@@ -1,6 +1,7 @@
 """Sampling parameters: limits are inclusive as documented, everything else is refused by name."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from manta.engine.request import EngineRequest, RequestDelta, ResumeState, Sampl
         "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1: 101.0}, {1: math.nan}],
     }.items(),
 )
-def test_values_outside_the_limits_are_refused_by_name(field: str, values: list[object]):
+def test_values_outside_the_limits_are_refused_by_name(field: str, values: list[Any]):
     for value in values:
         with pytest.raises(InvalidRequest) as error:
             SamplingParams(**{field: value})
@@ -52,7 +53,7 @@ def test_values_outside_the_limits_are_refused_by_name(field: str, values: list[
     ],
     ids=str,
 )
-def test_values_on_the_limits_are_taken(params: dict[str, object]):
+def test_values_on_the_limits_are_taken(params: dict[str, Any]):
     SamplingParams(**params)  # type: ignore[arg-type]
 
 
@@ -62,7 +63,7 @@ def test_more_minimum_than_maximum_tokens_is_refused():
 
 
 @pytest.mark.parametrize("params", [{"logit_bias": {10: 1.0}}, {"stop_token_ids": (10,)}], ids=str)
-def test_token_ids_past_the_vocabulary_are_refused_by_name(params: dict[str, object]):
+def test_token_ids_past_the_vocabulary_are_refused_by_name(params: dict[str, Any]):
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**params).check_vocab(10)  # type: ignore[arg-type]
     assert error.value.param == next(iter(params))

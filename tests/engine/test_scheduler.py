@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from manta.engine.plan import StepPlan, StepResult
@@ -90,7 +92,7 @@ def test_the_surplus_token_after_an_eos_is_dropped_and_never_published():
         ({}, 5, None),
     ],
 )
-def test_what_ends_a_request(params: dict[str, object], token: int, reason: FinishReason | None):
+def test_what_ends_a_request(params: dict[str, Any], token: int, reason: FinishReason | None):
     scheduler = make_scheduler(eos=(99,))
     scheduler.add(request("a", [1, 2, 3], max_tokens=8, **params))
     [delta] = finish(scheduler, schedule(scheduler), token)

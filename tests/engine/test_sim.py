@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ class Clock:
         self.now_s += seconds
 
 
-def plan(step_id: int, token_ids: list[int] | None, start: int, num_tokens: int, **params: object) -> StepPlan:
-    sampling = SamplingParams(**{"seed": 0, **params})  # type: ignore[arg-type]
+def plan(step_id: int, token_ids: list[int] | None, start: int, num_tokens: int, **params: Any) -> StepPlan:
+    sampling = SamplingParams(**{"seed": 0, **params})
     new = [] if token_ids is None else [NewSequence(0, token_ids, len(token_ids), [0], sampling, [])]
     return StepPlan(step_id, [], new, [Row(0, start, num_tokens, [], True, token_ids is None)])
 
@@ -47,7 +48,7 @@ def test_the_host_waits_only_for_what_is_left_of_a_step():
     assert clock.slept_s == [pytest.approx(0.05)]
 
 
-def tokens_after(prompt: list[int], count: int, **params: object) -> list[int]:
+def tokens_after(prompt: list[int], count: int, **params: Any) -> list[int]:
     runner = SimRunner(lambda step: 0.0, vocab_size=50, excluded_token_ids=frozenset(range(25)), clock=lambda: 0.0)
     tokens = runner.launch(plan(0, prompt, 0, len(prompt), **params)).result().token_ids
     for index in range(1, count):
