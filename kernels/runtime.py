@@ -1,0 +1,82 @@
+"""Where an operation runs and with which tile sizes: reference or Triton, device queries, static configuration tables.
+
+Knows no operation and no model. There is no autotuning at run time: the tables below were measured with bench/kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+jit: Any = triton.jit
+"""Triton's decorator, untyped: its stubs know neither launch options nor plain values for constexpr parameters."""
+
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter (tests only). Decided when Triton is first imported, like Triton's own switch."""
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether launchers take the Triton kernel for this tensor. Tests replace this to reach the interpreter."""
+    return tensor.is_cuda
+
+
+def has_inline_ptx(tensor: torch.Tensor) -> bool:
+    """Whether kernels may contain NVIDIA assembly: not in the interpreter and not on AMD."""
+    return tensor.is_cuda and not INTERPRETED and torch.version.hip is None
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; an H100's count for anything else, so that grids stay comparable."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """Shared memory that one program may take; an H100's amount for anything that is not CUDA."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Tile sizes of an attention kernel: query rows and keys a tile, and how the compiler schedules it."""
+
+    block_m: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(*, head_dim: int, itemsize: int, group_size: int) -> AttentionTiles:
+    """One query a sequence: the heads that share a KV head are the rows (at least 16, what a matrix instruction takes).
+
+    64 keys, 4 warps and 3 stages read 84 to 93 % of an H200's bandwidth at 32k KV tokens and more.
+    """
+    block_m = max(16, triton.next_power_of_2(group_size))
+    if itemsize > 2:
+        return AttentionTiles(block_m, 32 if head_dim <= 64 else 16, 4, 2)
+    return AttentionTiles(block_m, 64 if head_dim <= 128 else 32, 4, 3)
+
+
+def prefill_tiles(*, head_dim: int, itemsize: int, group_size: int) -> AttentionTiles:
+    """Many queries a sequence: 64 rows of (token, head of the group), so that two programs share a multiprocessor."""
+    if itemsize > 2:
+        return AttentionTiles(max(32, triton.next_power_of_2(group_size)), 32 if head_dim <= 64 else 16, 4, 2)
+    block_m = max(64, triton.next_power_of_2(group_size))
+    return AttentionTiles(block_m, 64 if head_dim <= 128 else 32, 4 if block_m == 64 and head_dim <= 128 else 8, 3)
+
+
+def decode_splits(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Parts into which each sequence's keys are split so that small batches fill the device: a power of two up to 16.
+
+    A function of the padded batch alone, never of lengths, so that a captured graph stays valid.
+    """
+    wanted = 2 * multiprocessors // max(1, num_seqs * num_kv_heads)
+    return min(16, 1 << max(0, wanted.bit_length() - 1))

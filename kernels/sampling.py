@@ -1,0 +1,577 @@
+"""Draws token ids from logits: greedy, temperature, top-k, top-p, min-p, without sorting on the GPU.
+
+Knows no penalties and no requests. The order of tokens is by logit, highest first, and by token id among equal logits:
+"the first k", "the smallest set that holds top_p" are prefixes of that order, so ties are always cut at the lowest ids.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import runtime
+from .runtime import jit
+
+# splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) on wrapping signed 64-bit integers.
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_GAMMA_TL, _MIX_1_TL, _MIX_2_TL = tl.constexpr(_GAMMA), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
+
+_CHUNK = 2048  # logits that one program of the first two passes takes
+_PER_CHUNK = 64  # candidates a chunk may offer to the filter search; rows that need more are searched in full
+_NO_INDEX = tl.constexpr(2147483647)
+_KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
+
+
+def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One number in [0, 1) with 24 random bits per row, a pure function of (seed, position); both [rows] int64."""
+
+    def mix(z: torch.Tensor) -> torch.Tensor:
+        z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
+        z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
+        return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+    bits = mix(mix(seeds + _GAMMA) + positions * _GAMMA)
+    return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
+
+
+def sample_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """See `sample`; it takes the filters of each row as they are."""
+    greedy_ids = logits.argmax(-1)
+    greedy = (temperature <= 0) | (top_k == 1)
+    drawn = (~greedy).nonzero().squeeze(1)
+    if drawn.numel() == 0:
+        return greedy_ids
+    x = logits[drawn].float()
+    top_k, top_p, min_p = top_k[drawn], top_p[drawn], min_p[drawn]
+    weights = ((x - x.amax(-1, keepdim=True)) / temperature[drawn, None]).exp()
+    kept = weights
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        kept = torch.where(_first_in_order(x, weights, top_k.long(), top_p.double()), weights, 0.0)
+    kept = torch.where(weights >= min_p[:, None], kept, 0.0)
+    cumulative = kept.double().cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    target = uniform_reference(seeds[drawn], positions[drawn])[:, None].double() * total
+    # The first token whose cumulative weight passes the target; never one behind the last that has any weight.
+    ids = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, total)
+    greedy_ids[drawn] = torch.minimum(ids, last).squeeze(1)
+    return greedy_ids
+
+
+def _first_in_order(x: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Mask [rows, vocab] of the tokens that top_k (0 = off) and then top_p leave."""
+    vocab = x.shape[1]
+    num_kept_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
+    total = weights.double().sum(-1)
+    # Few tokens usually suffice; a row whose k or p reaches further makes this call look at all.
+    for size in (min(1024, vocab), vocab):
+        # [rows, size]; weights are a monotone function of x, so both come sorted.
+        values, ids = x.topk(size, dim=-1)
+        cumulative = weights.gather(1, ids).double().cumsum(-1)
+        mass_of_k = cumulative.gather(1, (num_kept_by_k - 1).clamp(max=size - 1)[:, None]).squeeze(1)
+        mass_of_k = torch.where(num_kept_by_k <= size, mass_of_k, total)
+        reached = cumulative >= (top_p * mass_of_k)[:, None]
+        num_kept_by_p = torch.where(top_p < 1, reached.int().argmax(-1) + 1, num_kept_by_k)
+        no_filter = (num_kept_by_k == vocab) & (top_p >= 1)
+        enough_for_p = reached[:, -1] & (top_p < 1) & ((num_kept_by_k <= size) | (num_kept_by_k == vocab))
+        if size == vocab or bool((no_filter | enough_for_p | ((num_kept_by_k <= size) & (top_p >= 1))).all()):
+            break
+    # Rounding may leave the whole mass just short of p = 1 - tiny: then everything that top-k left is kept.
+    num_kept_by_p = torch.where(reached[:, -1], num_kept_by_p, num_kept_by_k)
+    num_kept = torch.minimum(num_kept_by_k, num_kept_by_p)
+    border = values.gather(1, (num_kept - 1).clamp(0, size - 1)[:, None])
+    border = torch.where(num_kept[:, None] >= vocab, -torch.inf, border)
+    quota = num_kept - (x > border).sum(-1)
+    ties = x == border
+    if bool((ties.sum(-1) > quota).any()):
+        ties &= ties.cumsum(-1) <= quota[:, None]
+    return (x > border) | ties
+
+
+@jit
+def _mix(z):
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1_TL
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2_TL
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@jit
+def _uniform(seed, position):
+    """The bits of `uniform_reference`."""
+    bits = _mix(_mix(seed + _GAMMA_TL) + position * _GAMMA_TL)
+    return ((bits >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+
+
+@jit
+def _key(x):
+    """A signed integer that orders as the fp32 number does."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _chunk_kernel(
+    logits_ptr,
+    temperature_ptr,
+    chunk_max_ptr,
+    chunk_id_ptr,
+    chunk_sum_ptr,
+    logits_stride,
+    vocab,
+    WITH_SUM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Largest logit of a chunk, its lowest id, and the chunk's sum of exp((x - largest) / temperature)."""
+    pid_row = tl.program_id(0)
+    pid_chunk = tl.program_id(1)
+    offs = pid_chunk * CHUNK + tl.arange(0, CHUNK)
+    row = logits_ptr + pid_row.to(tl.int64) * logits_stride
+    x = tl.load(row + offs, mask=offs < vocab, other=float("-inf")).to(tl.float32)
+    largest, index = tl.max(x, 0, return_indices=True)
+    place = pid_row * tl.num_programs(1) + pid_chunk
+    tl.store(chunk_max_ptr + place, largest)
+    tl.store(chunk_id_ptr + place, pid_chunk * CHUNK + index)
+    if WITH_SUM:
+        temperature = tl.load(temperature_ptr + pid_row)
+        if temperature > 0.0:
+            # A chunk of nothing but -inf (forbidden tokens) has weight 0, not NaN.
+            weights = tl.exp((x - tl.where(largest == float("-inf"), 0.0, largest)) / temperature)
+            tl.store(chunk_sum_ptr + place, tl.sum(weights, 0))
+
+
+@jit
+def _argmax_kernel(chunk_max_ptr, chunk_id_ptr, out_ptr, num_chunks, BLOCK_CHUNKS: tl.constexpr):
+    pid_row = tl.program_id(0)
+    offs = tl.arange(0, BLOCK_CHUNKS)
+    maxima = tl.load(chunk_max_ptr + pid_row * num_chunks + offs, mask=offs < num_chunks, other=float("-inf"))
+    _, chunk = tl.max(maxima, 0, return_indices=True)
+    tl.store(out_ptr + pid_row, tl.load(chunk_id_ptr + pid_row * num_chunks + chunk).to(tl.int64))
+
+
+@jit
+def _candidate_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    chunk_max_ptr,
+    candidate_ptr,
+    candidate_id_ptr,
+    chunk_count_ptr,
+    floor_ptr,
+    logits_stride,
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    """Collect a chunk's logits that reach the row's floor, in order of id, filled up with -inf.
+
+    The floor is the k-th largest of the chunks' maxima, so at least k logits reach it (the middle one without k).
+    """
+    pid_row = tl.program_id(0)
+    pid_chunk = tl.program_id(1)
+    temperature = tl.load(temperature_ptr + pid_row)
+    if temperature <= 0.0:
+        return
+    k = tl.load(top_k_ptr + pid_row)
+    wanted = tl.where((k > 0) & (k <= num_chunks), k, (num_chunks + 1) // 2)
+    chunks = tl.arange(0, BLOCK_CHUNKS)
+    maxima = tl.load(chunk_max_ptr + pid_row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    larger = (maxima[None, :] > maxima[:, None]) | (
+        (maxima[None, :] == maxima[:, None]) & (chunks[None, :] < chunks[:, None])
+    )
+    rank = tl.sum(larger.to(tl.int32), 1)  # [chunks], a permutation
+    floor = tl.max(tl.where(rank == wanted - 1, maxima, float("-inf")), 0)
+
+    offs = pid_chunk * CHUNK + tl.arange(0, CHUNK)
+    row = logits_ptr + pid_row.to(tl.int64) * logits_stride
+    x = tl.load(row + offs, mask=offs < vocab, other=float("-inf"))
+    reaches = (x.to(tl.float32) >= floor) & (offs < vocab)
+    place = tl.cumsum(reaches.to(tl.int32), 0) - 1
+    count = tl.sum(reaches.to(tl.int32), 0)
+    base = (pid_row.to(tl.int64) * num_chunks + pid_chunk) * PER_CHUNK
+    stored = reaches & (place < PER_CHUNK)
+    tl.store(candidate_ptr + base + place, x, mask=stored)
+    tl.store(candidate_id_ptr + base + place, offs, mask=stored)
+    slots = tl.arange(0, PER_CHUNK)
+    filler = tl.full([PER_CHUNK], float("-inf"), tl.float32).to(candidate_ptr.dtype.element_ty)
+    tl.store(candidate_ptr + base + slots, filler, mask=slots >= count)
+    tl.store(candidate_id_ptr + base + slots, tl.zeros([PER_CHUNK], tl.int32), mask=slots >= count)
+    tl.store(chunk_count_ptr + pid_row * num_chunks + pid_chunk, count)
+    if pid_chunk == 0:
+        tl.store(floor_ptr + pid_row, floor)
+
+
+@jit
+def _tail(x_ptr, n, pivot, row_max, temperature, BLOCK: tl.constexpr):
+    """How many of n logits have at least the key `pivot`, and their weight."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offs, mask=offs < n, other=float("-inf")).to(tl.float32)
+        above = (_key(x) >= pivot) & (offs < n)
+        counts += above.to(tl.int32)
+        masses += tl.where(above, tl.exp((x - row_max) / temperature), 0.0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
+
+
+@jit
+def _search(
+    x_ptr,
+    n,
+    low,
+    high,
+    count_low,
+    count_high,
+    mass_low,
+    mass_high,
+    wanted_count,
+    wanted_mass,
+    row_max,
+    temperature,
+    BLOCK: tl.constexpr,
+):
+    """Narrow the keys [low, high) around the border of the smallest prefix that has both wanted count and mass.
+
+    Everything from `low` on is enough, everything from `high` on is not; ends when one value or one logit is between.
+    """
+    while (low + 1 < high) & (count_low - count_high > 1):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        count, mass = _tail(x_ptr, n, middle, row_max, temperature, BLOCK)
+        is_enough = (count >= wanted_count) & (mass >= wanted_mass)
+        low = tl.where(is_enough, middle, low)
+        count_low = tl.where(is_enough, count, count_low)
+        mass_low = tl.where(is_enough, mass, mass_low)
+        high = tl.where(is_enough, high, middle)
+        count_high = tl.where(is_enough, count_high, count)
+        mass_high = tl.where(is_enough, mass_high, mass)
+    return low, high, count_low, count_high, mass_low, mass_high
+
+
+@jit
+def _kept_weights(x_ptr, offs, n, low, high, quota, ties_before, min_p, row_max, temperature):
+    """Weights of the logits at `offs` after all filters, and the number of ties up to there."""
+    x = tl.load(x_ptr + offs, mask=offs < n, other=float("-inf")).to(tl.float32)
+    key = _key(x)
+    tie = (key >= low) & (key < high) & (offs < n)
+    rank = ties_before + tl.cumsum(tie.to(tl.int32), 0)
+    weights = tl.exp((x - row_max) / temperature)
+    kept = ((key >= high) | (tie & (rank <= quota))) & (weights >= min_p) & (offs < n)
+    return tl.where(kept, weights, 0.0), ties_before + tl.sum(tie.to(tl.int32), 0)
+
+
+@jit
+def _pick(x_ptr, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK: tl.constexpr):
+    """Index of the first logit whose cumulative kept weight passes `uniform` of the whole."""
+    total = row_max * 0.0
+    ties = quota * 0
+    for start in range(0, n, BLOCK):
+        weights, ties = _kept_weights(
+            x_ptr, start + tl.arange(0, BLOCK), n, low, high, quota, ties, min_p, row_max, temperature
+        )
+        total += tl.sum(weights, 0)
+    target = uniform * total
+    before = total * 0.0
+    ties = quota * 0
+    picked = quota * 0 + _NO_INDEX
+    last = quota * 0
+    start = quota * 0
+    while (start < n) & (picked == _NO_INDEX):
+        offs = start + tl.arange(0, BLOCK)
+        weights, ties = _kept_weights(x_ptr, offs, n, low, high, quota, ties, min_p, row_max, temperature)
+        passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
+        picked = tl.min(tl.where(passes, offs, _NO_INDEX), 0)
+        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, offs, 0), 0))
+        before += tl.sum(weights, 0)
+        start += BLOCK
+    # Rounding may leave every sum at or below the target: then the last logit with any weight.
+    return tl.where(picked == _NO_INDEX, last, picked)
+
+
+@jit
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    chunk_max_ptr,
+    chunk_id_ptr,
+    chunk_sum_ptr,
+    candidate_ptr,
+    candidate_id_ptr,
+    chunk_count_ptr,
+    floor_ptr,
+    out_ptr,
+    logits_stride,
+    vocab,
+    num_chunks,
+    NEED_FILTER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row."""
+    pid_row = tl.program_id(0)
+    chunks = tl.arange(0, BLOCK_CHUNKS)
+    mask_chunk = chunks < num_chunks
+    chunk_row = pid_row * num_chunks
+    maxima = tl.load(chunk_max_ptr + chunk_row + chunks, mask=mask_chunk, other=float("-inf"))
+    row_max, best_chunk = tl.max(maxima, 0, return_indices=True)
+    temperature = tl.load(temperature_ptr + pid_row)
+    k = tl.load(top_k_ptr + pid_row).to(tl.int32)
+    if (temperature <= 0.0) | (k == 1) | (row_max == float("-inf")):
+        tl.store(out_ptr + pid_row, tl.load(chunk_id_ptr + chunk_row + best_chunk).to(tl.int64))
+        return
+
+    uniform = _uniform(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
+    sums = tl.load(chunk_sum_ptr + chunk_row + chunks, mask=mask_chunk, other=0.0)
+    sums = sums * tl.exp((maxima - row_max) / temperature)  # [chunks], weights relative to the row's maximum
+    total = tl.sum(sums, 0)
+    row_ptr = logits_ptr + pid_row.to(tl.int64) * logits_stride
+    p = tl.load(top_p_ptr + pid_row)
+    min_p = tl.load(min_p_ptr + pid_row)
+    has_k = (k > 0) & (k < vocab)
+    if NEED_FILTER:
+        is_filtered = has_k | (p < 1.0) | (min_p > 0.0)
+    else:
+        is_filtered = pid_row < 0
+
+    if is_filtered:
+        source = row_ptr
+        n = vocab
+        uses_candidates = pid_row < 0
+        low = k * 0 + _KEY_OF_MINUS_INFINITY
+        high = low
+        quota = k * 0
+        if has_k | (p < 1.0):
+            counts = tl.load(chunk_count_ptr + chunk_row + chunks, mask=mask_chunk, other=0)
+            count_floor = tl.sum(counts, 0)
+            floor = _key(tl.load(floor_ptr + pid_row))
+            fits = tl.max(counts, 0) <= PER_CHUNK
+            candidates = candidate_ptr + pid_row.to(tl.int64) * num_chunks * PER_CHUNK
+            num_slots = num_chunks * PER_CHUNK
+            wanted_count = tl.where(has_k, k, 0)
+            wanted_mass = tl.where(has_k, 0.0, p * total)
+            mass_floor = total
+            if fits:
+                _, mass_floor = _tail(candidates, num_slots, floor, row_max, temperature, BLOCK)
+                uses_candidates = (count_floor >= wanted_count) & (mass_floor >= wanted_mass)
+            count_low = vocab
+            mass_low = total
+            if uses_candidates:
+                source = candidates
+                n = num_slots
+                low = floor
+                count_low = count_floor
+                mass_low = mass_floor
+            top = _key(row_max) + 1
+            if has_k:
+                low, high, count_low, count_high, mass_low, mass_high = _search(
+                    source,
+                    n,
+                    low,
+                    top,
+                    count_low,
+                    k * 0,
+                    mass_low,
+                    total * 0.0,
+                    k,
+                    total * 0.0,
+                    row_max,
+                    temperature,
+                    BLOCK,
+                )
+                quota = k - count_high
+                if quota < count_low - count_high:
+                    mass_low = mass_high + quota * tl.exp((_value(low) - row_max) / temperature)
+            else:
+                high = low
+            if p < 1.0:
+                low_of_k, quota_of_k = low, quota
+                wanted_mass = p * mass_low
+                low, high, count_low, count_high, mass_low, mass_high = _search(
+                    source,
+                    n,
+                    low,
+                    top,
+                    count_low,
+                    k * 0,
+                    mass_low,
+                    total * 0.0,
+                    k * 0,
+                    wanted_mass,
+                    row_max,
+                    temperature,
+                    BLOCK,
+                )
+                available = count_low - count_high
+                if has_k & (low == low_of_k):
+                    available = tl.minimum(available, quota_of_k)
+                needed = tl.ceil((wanted_mass - mass_high) / tl.exp((_value(low) - row_max) / temperature))
+                quota = tl.where(available > 1, tl.minimum(tl.maximum(needed, 1.0), available).to(tl.int32), available)
+        index = _pick(source, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK)
+        if uses_candidates:
+            index = tl.load(candidate_id_ptr + pid_row.to(tl.int64) * num_chunks * PER_CHUNK + index)
+        tl.store(out_ptr + pid_row, index.to(tl.int64))
+    else:
+        target = uniform * total
+        reached = (tl.cumsum(sums, 0) > target) & (sums > 0.0)
+        chunk = tl.min(tl.where(reached, chunks, _NO_INDEX), 0)
+        last_chunk = tl.max(tl.where(sums > 0.0, chunks, 0), 0)
+        chunk = tl.minimum(chunk, last_chunk)
+        before = tl.sum(tl.where(chunks < chunk, sums, 0.0), 0)
+        offs = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(row_ptr + offs, mask=offs < vocab, other=float("-inf")).to(tl.float32)
+        weights = tl.exp((x - row_max) / temperature)
+        passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
+        first = tl.min(tl.where(passes, offs, _NO_INDEX), 0)
+        last = tl.max(tl.where(weights > 0.0, offs, 0), 0)
+        tl.store(out_ptr + pid_row, tl.minimum(first, last).to(tl.int64))
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the id of the largest logit of each row of `logits` [rows, vocab], the lowest among equals, as int64."""
+    if not runtime.use_triton(logits):
+        return logits.argmax(-1)
+    num_rows = logits.shape[0]
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        chunk_max, chunk_id, _ = _chunk_stats(logits, None)
+        num_chunks = chunk_max.shape[1]
+        block_chunks = triton.next_power_of_2(num_chunks)
+        _argmax_kernel[(num_rows,)](chunk_max, chunk_id, out, num_chunks, BLOCK_CHUNKS=block_chunks, num_warps=1)
+    return out
+
+
+def _chunk_stats(
+    logits: torch.Tensor, temperature: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Maximum, id of the maximum and sum of weights of each chunk, [rows, chunks]; no sums without temperatures."""
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    chunk_id = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    chunk_sum = torch.empty_like(chunk_max)
+    _chunk_kernel[(num_rows, num_chunks)](
+        logits,
+        temperature,
+        chunk_max,
+        chunk_id,
+        chunk_sum,
+        logits.stride(0),
+        vocab,
+        WITH_SUM=temperature is not None,
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+    return chunk_max, chunk_id, chunk_sum
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    all_greedy: bool,
+    need_filter: bool,
+) -> torch.Tensor:
+    """Draw one token id per row of `logits` [rows, vocab] (fp32 or the model's dtype), [rows] int64.
+
+    Per row: `temperature` fp32 (0: the largest logit, the lowest id among equals), `top_k` int32 (0: off, 1: as
+    temperature 0), then `top_p` fp32 of what top_k left (1: off), then `min_p` fp32 as a share of the largest
+    probability (0: off). Among equal logits top_k and top_p keep the lowest ids; min_p keeps or drops all. The draw
+    inverts the cumulative distribution, in order of token id, at a uniform number made of `seeds` and `positions`
+    (int64), so a row's result depends on nothing but the row. Logits may be -inf, not NaN.
+
+    `all_greedy` and `need_filter` (some row has top_k, top_p or min_p) say which kernels run; they must be true to
+    the rows.
+    """
+    if all_greedy:
+        return argmax(logits)
+    if not runtime.use_triton(logits):
+        return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    chunk_max, chunk_id, chunk_sum = _chunk_stats(logits, temperature)
+    num_chunks = chunk_max.shape[1]
+    block_chunks = triton.next_power_of_2(num_chunks)
+    # Without filters the draw never reads the candidates.
+    num_slots = num_chunks * _PER_CHUNK if need_filter else 1
+    candidates = torch.empty((num_rows, num_slots), dtype=logits.dtype, device=logits.device)
+    candidate_ids = torch.empty((num_rows, num_slots), dtype=torch.int32, device=logits.device)
+    chunk_count = torch.empty_like(chunk_id)
+    floor = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if need_filter:
+        _candidate_kernel[(num_rows, num_chunks)](
+            logits,
+            temperature,
+            top_k,
+            chunk_max,
+            candidates,
+            candidate_ids,
+            chunk_count,
+            floor,
+            logits.stride(0),
+            vocab,
+            num_chunks,
+            CHUNK=_CHUNK,
+            PER_CHUNK=_PER_CHUNK,
+            BLOCK_CHUNKS=block_chunks,
+            num_warps=4,
+        )
+    _draw_kernel[(num_rows,)](
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        positions,
+        chunk_max,
+        chunk_id,
+        chunk_sum,
+        candidates,
+        candidate_ids,
+        chunk_count,
+        floor,
+        out,
+        logits.stride(0),
+        vocab,
+        num_chunks,
+        NEED_FILTER=need_filter,
+        CHUNK=_CHUNK,
+        PER_CHUNK=_PER_CHUNK,
+        BLOCK_CHUNKS=block_chunks,
+        BLOCK=4096,
+        num_warps=8,
+    )
+    return out
