@@ -1,0 +1,146 @@
+"""What `manta serve` looks at before it starts anything: the port, the disk, other Rays, the model. Starts nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from manta.engine.config import with_overrides
+from manta.engine.errors import CheckpointError, ConfigError, MantaError
+from manta.engine.model_source import load_shape, resolve_model
+
+from . import demo_model
+from .config import DeployConfig
+
+MIN_FREE_BYTES = 1_000_000_000
+"""Ray logs and spills into its folder, and refuses to work on a full disk."""
+
+
+class PortTaken(MantaError):
+    """Something else listens on the port."""
+
+
+class DiskFull(MantaError):
+    """Too little room for Ray's folder."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise PortTaken or ConfigError unless this process could listen on (host, port)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                owner = _listener(port)
+                raise PortTaken(
+                    f"port {port} on {host} is taken{f' by {owner}' if owner else ''}: stop it, or take another port "
+                    f"with --port {port + 1 if port < 65535 else port - 1}"
+                ) from None
+            if error.errno == errno.EACCES:
+                raise ConfigError(
+                    f"serving.port = {port}: ports below 1024 need root; take another one with --port 8000",
+                    field="serving.port",
+                ) from None
+            raise ConfigError(
+                f"serving.host = {host!r}: not an address of this machine ({error.strerror or error})",
+                field="serving.host",
+            ) from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def check_disk(folder: Path) -> None:
+    """Raise DiskFull unless Ray can work in `folder`."""
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise DiskFull(
+            f"{folder} has {free / 1e6:.0f} MB free and Ray needs at least {MIN_FREE_BYTES / 1e6:.0f} MB there: free "
+            "some space, or set TMPDIR to a folder on another disk"
+        )
+
+
+def locate_model(config: DeployConfig, models_dir: Path) -> DeployConfig:
+    """The same deployment with the demo model's name replaced by its file, after a look at the model's files.
+
+    Engine processes, on whatever machine, then need no environment to find it. Raises CheckpointError or ConfigError,
+    with advice, when the model cannot be found or its configuration cannot be read.
+    """
+    model = config.engine.model
+    changes: dict[str, str] = {}
+    if model.model == demo_model.NAME:
+        changes["engine.model.model"] = str(_demo_file(models_dir))
+        changes["engine.model.served_model_name"] = model.served_model_name or demo_model.NAME
+    if model.tokenizer == demo_model.NAME:
+        changes["engine.model.tokenizer"] = str(_demo_file(models_dir))
+    config = with_overrides(config, changes)
+    load_shape(resolve_model(config.engine.model))
+    return config
+
+
+def running_rays() -> list[int]:
+    """Process ids of the Ray head processes (gcs_server) on this machine."""
+    return [pid for pid, name in _processes() if name == "gcs_server"]
+
+
+def established_connections(port: int) -> int:
+    """Number of open TCP connections on a listening port of this machine."""
+    return sum(1 for local, state, _ in _tcp_table() if local == port and state == "01")
+
+
+def _demo_file(models_dir: Path) -> Path:
+    file = models_dir / demo_model.NAME / demo_model.FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"the demo model is not on this machine ({file} is missing): fetch it with `manta fetch {demo_model.NAME}`"
+        )
+    return file
+
+
+def _processes() -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), (entry / "comm").read_text().strip()
+            except OSError:
+                continue  # it ended meanwhile
+
+
+def _tcp_table() -> Iterator[tuple[int, str, str]]:
+    """(local port, state, inode) of every TCP socket."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            yield int(fields[1].rpartition(":")[2], 16), fields[3], fields[9]
+
+
+def _listener(port: int) -> str | None:
+    """Name and id of the process that listens on `port`, if this user may know."""
+    inodes = {inode for local, state, inode in _tcp_table() if local == port and state == "0A"}
+    for pid, name in _processes():
+        try:
+            links = {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
+        except OSError:
+            continue
+        if any(f"socket:[{inode}]" in links for inode in inodes):
+            return f"{name} (process {pid})"
+    return None

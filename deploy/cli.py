@@ -1,0 +1,215 @@
+"""The `manta` command: arguments in, one clear sentence out when something is wrong. Work is done elsewhere.
+
+Nothing heavy is imported before a command runs, so that `manta --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from .chat import ServerClient
+    from .config import DeployConfig
+    from .settings import Settings
+
+USAGE_ERROR = 2
+FAILURE = 1
+
+app = typer.Typer(
+    name="manta",
+    help="Serve large language models on Ray with Manta's own engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench_app = typer.Typer(help="Measure kernels, the engine or a running server.", no_args_is_help=True)
+eval_app = typer.Typer(help="Measure a model's quality.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Override a field, e.g. --set block_size=32. May be repeated."),
+]
+Target = Annotated[
+    str | None,
+    typer.Argument(help="Known name, folder, Hugging Face id, GGUF file or YAML file. Default: smollm2-135m."),
+]
+Model = Annotated[str, typer.Option("--model", help="Known name, folder, Hugging Face id, GGUF or YAML file.")]
+Url = Annotated[str | None, typer.Option("--url", help="Address of the server; default: $MANTA_URL or port 8000 here.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="Bearer token; default: $MANTA_API_KEY.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the results as PNG (needs matplotlib).")
+]
+
+
+def main() -> NoReturn:
+    """Entry point. Exit code 0, 1 (it failed) or 2 (the input cannot work); one sentence on stderr, no traceback."""
+    from manta.engine.errors import CheckpointError, ConfigError, InvalidRequest, MantaError
+
+    try:
+        code = app(standalone_mode=False)
+    except (ConfigError, CheckpointError, InvalidRequest) as error:
+        _complain(error)
+        code = USAGE_ERROR
+    except MantaError as error:
+        _complain(error)
+        code = FAILURE
+    except typer.Exit as error:
+        code = error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        if not _is_usage_error(error):
+            raise
+        code = USAGE_ERROR
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error, file=sys.stderr)
+        else:
+            print(f"manta: {_usage_sentence(error)}", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@app.command("serve")
+def serve_command(
+    target: Target = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    overrides: Overrides = None,
+) -> int:
+    """Serve a model over HTTP (OpenAI's API) on Ray Serve, until Ctrl-C."""
+    config, settings = _deploy_config(target, overrides, {"serving.host": host, "serving.port": port})
+
+    from rich.console import Console
+
+    from .serve import serve
+
+    return serve(config, settings, Console(soft_wrap=True))
+
+
+@app.command("chat")
+def chat_command(
+    model: Annotated[str | None, typer.Option("--model", help="Served model; default: the first one.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+) -> None:
+    """Chat with a running server in the terminal."""
+    from .chat import HELP, Chat, ServerError
+
+    client = _client(url, api_key)
+    served = client.models()
+    if not served:
+        raise ServerError(f"{client.base_url} serves no model yet; wait until `manta serve` says READY")
+    options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (history and line editing for input())
+
+        print(f"{model or served[0]} at {client.base_url}. {HELP}")
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    Chat(
+        client=client,
+        model=model or served[0],
+        read=lambda: input("> " if interactive else ""),
+        write=write,
+        options={name: value for name, value in options.items() if value is not None},
+        system=system,
+    ).run()
+
+
+@app.command("status")
+def status_command(url: Url = None, api_key: ApiKey = None) -> int:
+    """Say whether a server is ready, which models it serves and how its replicas are."""
+    client = _client(url, api_key)
+    code, body = client.ready()
+    print(f"{client.base_url}: {'ready' if code == 200 else f'not ready ({code})'}")
+    for replica in body.get("replicas", []):
+        print("  " + ", ".join(f"{name} {_short(value)}" for name, value in replica.items()))
+    for name in client.models():
+        print(f"  model {name}")
+    return 0 if code == 200 else FAILURE
+
+
+@app.command("fetch")
+def fetch_command(
+    name: Annotated[str, typer.Argument(help="Name of the model; there is smollm2-135m.")] = "smollm2-135m",
+) -> None:
+    """Fetch the demo model."""
+    from manta.engine.errors import ConfigError
+
+    from . import demo_model
+    from .settings import Settings
+
+    if name != demo_model.NAME:
+        raise ConfigError(f"unknown model {name!r}; `manta fetch` knows {demo_model.NAME} only", field="name")
+    demo_model.fetch_demo_model(Settings.from_environment().models_dir, report=lambda text: print(text, flush=True))
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the versions of Manta and of what it stands on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import manta
+
+    print(f"manta {manta.__version__}, Python {sys.version.split()[0]}")
+    for package in ("torch", "triton", "ray"):
+        try:
+            print(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            print(f"{package} is not installed")
+
+
+def _deploy_config(
+    target: str | None, overrides: list[str] | None, options: dict[str, Any]
+) -> tuple[DeployConfig, Settings]:
+    """Configuration from all its sources; `options` are flags of their own, the strongest when given."""
+    from .config import load_config, parse_overrides
+    from .settings import Settings
+
+    settings = Settings.from_environment()
+    defaults = {"serving.api_keys": [settings.api_key]} if settings.api_key else {}
+    given = {name: value for name, value in options.items() if value is not None}
+    return load_config(target, {**parse_overrides(overrides or []), **given}, defaults=defaults), settings
+
+
+def _client(url: str | None, api_key: str | None) -> ServerClient:
+    from .chat import ServerClient
+    from .settings import Settings
+
+    settings = Settings.from_environment()
+    base_url = (url or settings.url).rstrip("/").removesuffix("/v1")
+    return ServerClient(base_url, api_key or settings.api_key)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_short(part)}" for name, part in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _complain(error: Exception) -> None:
+    print(f"manta: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Whether it is the argument parser's own complaint (typer may carry its own copy of click)."""
+    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
+
+
+def _usage_sentence(error: Exception) -> str:
+    sentence = getattr(error, "format_message", lambda: str(error))()
+    context = getattr(error, "ctx", None)
+    return f"{sentence} (see `{context.command_path if context else 'manta'} --help`)"

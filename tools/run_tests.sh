@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Runs the tests group by group, each in a process of its own, goes on after a failure and sums up. Groups of tests that
+# must not share a process: kernels under the interpreter, compiled ahead of time, on a GPU; Ray, one at a time.
+#   tools/run_tests.sh all | fast | gpu | aot
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+summary=()
+failed=0
+
+run() { # name, command...
+  local name=$1 started=$SECONDS code
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" 2>&1 | tee "$logs/out"
+  code=${PIPESTATUS[0]}
+  local last
+  last=$(grep -v '^[[:space:]]*$' "$logs/out" | tail -n 1 | sed 's/\x1b\[[0-9;]*m//g')
+  if [ "$code" -eq 0 ]; then
+    summary+=("ok      $name ($((SECONDS - started)) s): $last")
+  else
+    summary+=("FAILED  $name ($((SECONDS - started)) s): $last")
+    failed=1
+  fi
+}
+
+style() {
+  run "ruff check" "$bin/ruff" check .
+  run "ruff format" "$bin/ruff" format --check .
+  run "pyright" "$bin/pyright"
+}
+
+parallel="-n 2 --dist worksteal"
+case "${1:-all}" in
+  all)
+    style
+    run "kernels, interpreted" env TRITON_INTERPRET=1 OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=20 $parallel \
+      tests/kernels -m "not aot and not gpu"
+    run "kernels, compiled ahead of time" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=20 $parallel tests -m aot
+    run "everything else" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=20 $parallel \
+      tests --ignore=tests/kernels -m "not aot and not gpu and not ray"
+    run "Ray and HTTP" "$bin/python" -m pytest -q --durations=20 tests -m "ray and not gpu"
+    ;;
+  fast)
+    style
+    run "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=5 $parallel \
+      tests --ignore=tests/kernels -m "not aot and not gpu and not ray and not model"
+    ;;
+  gpu)
+    run "GPU" "$bin/python" -m pytest -q --durations=20 tests -m gpu
+    ;;
+  aot)
+    run "ahead of time, full matrix" env MANTA_AOT=full "$bin/python" -m pytest -q --durations=20 tests -m aot
+    ;;
+  *)
+    echo "usage: tools/run_tests.sh all | fast | gpu | aot" >&2
+    exit 2
+    ;;
+esac
+
+printf '\n== summary\n'
+printf '%s\n' "${summary[@]}"
+exit $failed
