@@ -1,0 +1,167 @@
+"""What the edge needs from the rest of the system: engines, a tokenizer, an observer. Knows no transport and no HTTP.
+
+`EngineClient` is implemented over channels by `router.py` and, in tests, over an engine core in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from manta.engine.request import EngineRequest, FinishReason, RequestDelta
+from manta.engine.stats import EngineInfo, Snapshot
+
+if TYPE_CHECKING:
+    from manta.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """One engine replica as the edge sees it."""
+
+    replica_id: str
+    ready: bool
+    """Takes new work."""
+    draining: bool = False
+    snapshot: Snapshot | None = None
+    last_frame_age_s: float | None = None
+    """Seconds since it was last heard of; None before the first frame."""
+
+
+class EngineClient(Protocol):
+    """All engine replicas of one model."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Of a ready replica; None while all are loading. It stays known once it was."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
+        """Run one sequence. The last delta has a finish reason; nothing is repeated or lost when a replica dies.
+
+        Before the first delta it raises Overloaded, Unavailable, InvalidRequest or ContextLengthExceeded when the
+        request is not taken; EngineFailed at any time. The queue of requests that wait for a replica is bounded here.
+        Closing the generator, or cancelling the task that waits on it, cancels the work at once.
+        """
+        ...
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """Every replica that is known, ready or not."""
+        ...
+
+    async def render_metrics(self) -> bytes:
+        """All metrics as Prometheus text (version 0.0.4)."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChoiceRecord:
+    """One generated sequence, when it is over."""
+
+    finish_reason: FinishReason
+    """CANCELLED: the client went away or the request timed out; ERROR: the engine failed."""
+    num_completion_tokens: int
+    time_to_first_token_s: float | None
+    """From the arrival of the HTTP request; None when no token came."""
+    time_per_output_token_s: float | None
+    """Mean distance of the tokens after the first; None with fewer than two."""
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One HTTP request that an engine worked on, when it is over. Times in seconds."""
+
+    endpoint: str
+    """`chat.completions` or `completions`."""
+    stream: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    queue_s: float
+    """From arrival to submission: reading, template, tokenization."""
+    e2e_s: float
+    """From arrival to the end of the last choice."""
+    choices: tuple[ChoiceRecord, ...]
+
+
+class RequestObserver(Protocol):
+    """Told about each request once, never about single tokens. Must not block or raise."""
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """A request that was taken is over, however it ended."""
+        ...
+
+    def request_refused(self, endpoint: str, status: int, code: str) -> None:
+        """A request was answered with an HTTP error. `code` is the envelope's code, or its type without one."""
+        ...
+
+
+class NoObserver:
+    """Ignores everything."""
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """Nothing to do."""
+
+    def request_refused(self, endpoint: str, status: int, code: str) -> None:
+        """Nothing to do."""
+
+
+@dataclass
+class EdgeContext:
+    """Everything one edge process shares between its requests. Used from the event loop's thread only."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    """Accepted bearer tokens; none: no key is needed."""
+    observer: RequestObserver = field(default_factory=NoObserver)
+    request_timeout_s: float | None = None
+    max_body_bytes: int = 32 * 2**20
+    max_sequences: int = 2048
+    """Most sequences (prompts times n) that one request may ask for."""
+    drain_retry_after_s: float = 5.0
+    """Told to clients that come while this edge drains."""
+    _draining: bool = False
+    _open: dict[int, asyncio.Event] = field(default_factory=dict)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def drain(self) -> None:
+        """From now on /ready answers 503 and new work is refused; running requests finish. Cannot be undone."""
+        self._draining = True
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def num_open_requests(self) -> int:
+        """Generation requests that are being answered."""
+        return len(self._open)
+
+    def abort_open_requests(self) -> None:
+        """End every open request with an error: 503, or an error event where a stream has begun."""
+        for aborted in self._open.values():
+            aborted.set()
+
+    def open_request(self) -> OpenRequest:
+        """Count one generation request as open for as long as the result is entered."""
+        return OpenRequest(self)
+
+
+class OpenRequest:
+    """Context manager that counts a request; `aborted` is set when the edge must end it."""
+
+    def __init__(self, context: EdgeContext) -> None:
+        self._context = context
+        self._id = next(context._ids)
+        self.aborted = asyncio.Event()
+
+    def __enter__(self) -> OpenRequest:
+        self._context._open[self._id] = self.aborted
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self._context._open[self._id]
