@@ -1,0 +1,223 @@
+"""Every kernel compiled ahead of time, without a GPU: no spills, fits shared memory, the expected matrix instructions.
+
+sm_90 gets one 16-bit and one fp32 configuration a kernel, sm_80 and sm_100 the 16-bit one; MANTA_AOT=full (`make aot`)
+adds page sizes, head sizes and fp32 there. Cannot share a process with the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from manta.kernels import activation, attention_decode, attention_prefill, kv_cache, rmsnorm, rope, runtime, sampling
+
+pytestmark = pytest.mark.aot
+
+FULL = os.environ.get("MANTA_AOT") == "full"
+SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+ITEM_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One compilation: `{dtype}` in a type stands for the tested dtype; multiples of 16 are told to the compiler."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    not_divisible: tuple[str, ...] = field(default=())
+    expects_wgmma: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def attention_types(names: str) -> dict[str, str]:
+    pointers = dict.fromkeys(("q_ptr", "key_cache_ptr", "value_cache_ptr", "out_ptr"), "*{dtype}")
+    pointers |= dict.fromkeys(("block_table_ptr", "seq_lens_ptr", "query_start_ptr"), "*i32")
+    pointers |= dict.fromkeys(("partial_ptr", "log_sum_ptr"), "*fp32") | {"scale_log2": "fp32"}
+    return {name: pointers.get(name, "i32") for name in names.split()}
+
+
+def decode_config(dtype: str, *, splits: int, dim: int = 128, page: int = 64, heads: int = 32, kv: int = 8) -> Config:
+    tiles = runtime.decode_tiles(head_dim=dim, itemsize=ITEM_SIZE[dtype], group_size=heads // kv)
+    constants = {
+        "GROUP": heads // kv, "HEAD_DIM": dim, "PAGE": page, "SPLITS": splits, "BLOCK_M": tiles.block_m,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile,
+    }  # fmt: skip
+    if splits == 1:
+        constants |= {"partial_ptr": None, "log_sum_ptr": None}
+    return Config(
+        f"decode-d{dim}-p{page}-g{heads // kv}-s{splits}",
+        attention_decode._attention_decode_kernel,
+        attention_types(
+            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr seq_lens_ptr out_ptr partial_ptr log_sum_ptr "
+            "scale_log2 q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads"
+        ),
+        constants,
+        tiles.num_warps,
+        tiles.num_stages,
+        ("num_kv_heads", "scale_log2"),
+    )
+
+
+def prefill_config(dtype: str, *, dim: int = 128, page: int = 64, heads: int = 32, kv: int = 8) -> Config:
+    tiles = runtime.prefill_tiles(head_dim=dim, itemsize=ITEM_SIZE[dtype], group_size=heads // kv)
+    return Config(
+        f"prefill-d{dim}-p{page}-g{heads // kv}",
+        attention_prefill._attention_prefill_kernel,
+        attention_types(
+            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr query_start_ptr seq_lens_ptr out_ptr scale_log2 "
+            "q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads num_seqs"
+        ),
+        {
+            "GROUP": heads // kv, "HEAD_DIM": dim, "PAGE": page, "BLOCK_M": tiles.block_m,
+            "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile, "INLINE_PTX": True,
+        },
+        tiles.num_warps,
+        tiles.num_stages,
+        ("num_kv_heads", "num_seqs", "scale_log2"),
+        expects_wgmma=dtype != "fp32",
+    )  # fmt: skip
+
+
+def small_configs() -> list[Config]:
+    """Everything but attention, at the shapes of Llama-3.1-8B."""
+    chunks = {"vocab": "i32", "num_chunks": "i32", "logits_stride": "i32", "logits_ptr": "*{dtype}"}
+    chunks |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "chunk_max_ptr", "floor_ptr"), "*fp32")
+    chunks |= {"chunk_sum_ptr": "*fp32", "candidate_ptr": "*{dtype}", "top_k_ptr": "*i32", "out_ptr": "*i64"}
+    chunks |= dict.fromkeys(("chunk_id_ptr", "candidate_id_ptr", "chunk_count_ptr"), "*i32")
+    chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64"}
+
+    def sampling_config(name: str, kernel: Any, num_warps: int, constants: dict[str, Any]) -> Config:
+        types = {arg: chunks[arg] for arg in kernel.arg_names if arg in chunks}
+        return Config(name, kernel, types, constants, num_warps, not_divisible=("num_chunks",))
+
+    sizes = {"CHUNK": sampling._CHUNK, "PER_CHUNK": sampling._PER_CHUNK, "BLOCK_CHUNKS": 64}
+    rope_types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr"), "*{dtype}")
+    rope_types |= {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32"}
+    rope_types |= {f"{name}_stride": "i32" for name in ("q", "k", "v", "q_head", "k_head", "v_head")}
+    store_types = dict.fromkeys(("k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr"), "*{dtype}")
+    store_types |= dict.fromkeys(("k_stride", "v_stride", "k_head_stride", "v_head_stride", "row_size"), "i32")
+    return [
+        Config(
+            "rms_norm", rmsnorm._rms_norm_kernel,
+            {"x_ptr": "*{dtype}", "weight_ptr": "*{dtype}", "residual_ptr": "*{dtype}", "out_ptr": "*{dtype}",
+             "x_stride": "i32", "residual_stride": "i32", "dim": "i32", "eps": "fp32"},
+            {"HAS_RESIDUAL": True, "BLOCK": 4096}, not_divisible=("eps",),
+        ),
+        Config(
+            "silu_and_mul", activation._silu_and_mul_kernel,
+            {"gate_up_ptr": "*{dtype}", "out_ptr": "*{dtype}", "gate_up_stride": "i32", "inter": "i32"},
+            {"BLOCK": 2048},
+        ),
+        Config(
+            "rope_and_store", rope._rope_and_store_kernel, rope_types | {"num_kv_heads": "i32"},
+            {"GROUP": 4, "HEAD_DIM": 128, "ROT_DIM": 128, "BLOCK_GROUP": 4, "BLOCK_HALF": 64, "BLOCK_DIM": 128},
+            num_warps=2, not_divisible=("num_kv_heads",),
+        ),
+        Config(
+            "store_kv", kv_cache._store_kv_kernel, store_types | {"slot_mapping_ptr": "*i64"},
+            {"HEAD_DIM": 128, "BLOCK": 1024},
+        ),
+        Config(
+            "copy_blocks", kv_cache._copy_blocks_kernel,
+            {"cache_ptr": "*{dtype}", "src_ids_ptr": "*i64", "dst_ids_ptr": "*i64", "block_elements": "i32"},
+            {"BLOCK": 2048},
+        ),
+        Config(
+            "reduce_splits", attention_decode._reduce_splits_kernel,
+            attention_types("partial_ptr log_sum_ptr seq_lens_ptr out_ptr out_stride out_head_stride num_heads"),
+            {"HEAD_DIM": 128, "SPLITS": 16, "BLOCK_D": 128}, num_warps=1,
+        ),
+        sampling_config(
+            "chunk", sampling._chunk_kernel, 4, {"WITH_SUM": True, "CHUNK": sampling._CHUNK}
+        ),
+        sampling_config("argmax", sampling._argmax_kernel, 1, {"BLOCK_CHUNKS": 64}),
+        sampling_config("candidates", sampling._candidate_kernel, 4, sizes),
+        sampling_config("draw", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": False, "BLOCK": 4096}),
+        sampling_config("draw-filtered", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": True, "BLOCK": 4096}),
+    ]  # fmt: skip
+
+
+def matrix() -> list[Any]:
+    cases: list[tuple[Config, str, int]] = []
+    for capability in (90, 80, 100):
+        for dtype in ("bf16", "fp32") if capability == 90 or FULL else ("bf16",):
+            configs = [prefill_config(dtype), decode_config(dtype, splits=1)]
+            if capability == 90 or FULL:
+                configs += [decode_config(dtype, splits=16), *small_configs()]
+            if dtype == "bf16" and capability != 90 and not FULL:
+                configs += small_configs()
+            if FULL:
+                for page, dim, heads, kv in ((16, 128, 32, 8), (32, 128, 32, 8), (16, 64, 9, 3), (64, 256, 16, 2)):
+                    configs.append(prefill_config(dtype, dim=dim, page=page, heads=heads, kv=kv))
+                    configs.append(decode_config(dtype, splits=4, dim=dim, page=page, heads=heads, kv=kv))
+                configs.append(prefill_config(dtype, dim=96, heads=32, kv=32))
+            cases += [(config, dtype, capability) for config in configs]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}-sm{case[2]}") for case in cases]
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: Counter[str]
+
+
+def compile_for(config: Config, dtype: str, capability: int) -> tuple[Any, dict[str, Any]]:
+    assert not runtime.INTERPRETED, "ahead-of-time tests need a process without TRITON_INTERPRET"
+    names = config.kernel.arg_names
+    signature = {
+        name: "constexpr" if name in config.constants else config.types[name].format(dtype=dtype) for name in names
+    }
+    divisible = [name for name in names if name not in config.constants and name not in config.not_divisible]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    source = ASTSource(fn=config.kernel, signature=signature, constexprs=dict(config.constants), attrs=attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), options
+
+
+def resources_of(compiled: Any, directory: Path) -> Resources:
+    """What the machine code takes, read with the tools that come with Triton."""
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+    def dump(what: str) -> str:
+        return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+    assert usage is not None
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", dump("-sass"))
+    return Resources(int(usage[1]), int(usage[2]), compiled.metadata.shared, Counter(lines))
+
+
+@pytest.mark.parametrize(("config", "dtype", "capability"), matrix())
+def test_compiles_within_the_device(config: Config, dtype: str, capability: int, tmp_path: Path) -> None:
+    compiled, _ = compile_for(config, dtype, capability)
+    resources = resources_of(compiled, tmp_path)
+    print(f"{resources.registers} registers, {resources.shared_bytes} B shared, {resources.stack_bytes} B stack")
+    assert resources.stack_bytes == 0
+    assert resources.instructions["LDL"] == resources.instructions["STL"] == 0
+    assert resources.shared_bytes <= SHARED_MEMORY_BYTES[capability]
+    if config.expects_wgmma and capability == 90:
+        assert resources.instructions["HGMMA"] > 0
+    elif config.expects_wgmma and capability == 80:
+        assert resources.instructions["HMMA"] > 0
+    elif config.expects_wgmma:
+        assert "tcgen05.mma" in compiled.asm["ptx"]
