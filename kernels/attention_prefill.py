@@ -299,7 +299,9 @@ def attention_prefill(
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_heads // num_kv_heads
-    tiles = runtime.prefill_tiles(head_dim=head_dim, itemsize=q.element_size(), group_size=group)
+    tiles = runtime.prefill_tiles(
+        head_dim=head_dim, itemsize=q.element_size(), group_size=group, capability=runtime.capability(q.device)
+    )
     num_tiles = num_tokens // (tiles.block_m // group) + num_seqs
     _attention_prefill_kernel[(num_kv_heads, num_tiles)](
         q,

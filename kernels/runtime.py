@@ -5,6 +5,7 @@ Knows no operation and no model. There is no autotuning at run time: the tables 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
+
+# Fused multiply-add, as in every release so far; Triton 3.9 warns at each compilation unless the choice is explicit.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 jit: Any = triton.jit
 """Triton's decorator, untyped: its stubs know neither launch options nor plain values for constexpr parameters."""
@@ -36,14 +40,6 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-@cache
-def shared_memory_bytes(device: torch.device) -> int:
-    """Shared memory that one program may take; an H100's amount for anything that is not CUDA."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 @dataclass(frozen=True)
 class AttentionTiles:
     """Tile sizes of an attention kernel: query rows and keys a tile, and how the compiler schedules it."""
@@ -65,12 +61,26 @@ def decode_tiles(*, head_dim: int, itemsize: int, group_size: int) -> AttentionT
     return AttentionTiles(block_m, 64 if head_dim <= 128 else 32, 4, 3)
 
 
-def prefill_tiles(*, head_dim: int, itemsize: int, group_size: int) -> AttentionTiles:
-    """Many queries a sequence: 64 rows of (token, head of the group), so that two programs share a multiprocessor."""
+def prefill_tiles(*, head_dim: int, itemsize: int, group_size: int, capability: int) -> AttentionTiles:
+    """Many queries a sequence: 64 rows of (token, head of the group), so that two programs share a multiprocessor.
+
+    `capability` is the device's compute capability times ten, 90 for an H100 or H200. fp32 has no matrix instructions,
+    and before 90 the accumulators need more registers: both take smaller tiles.
+    """
     if itemsize > 2:
-        return AttentionTiles(max(32, triton.next_power_of_2(group_size)), 32 if head_dim <= 64 else 16, 4, 2)
+        return AttentionTiles(max(32, triton.next_power_of_2(group_size)), 16, 8, 2)
     block_m = max(64, triton.next_power_of_2(group_size))
-    return AttentionTiles(block_m, 64 if head_dim <= 128 else 32, 4 if block_m == 64 and head_dim <= 128 else 8, 3)
+    tile = 64 if head_dim <= 128 and capability >= 90 else 32
+    return AttentionTiles(block_m, tile, 4 if block_m == 64 and head_dim <= 128 else 8, 3)
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability times ten; an H100's for anything that is not an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:

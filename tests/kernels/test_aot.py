@@ -74,8 +74,12 @@ def decode_config(dtype: str, *, splits: int, dim: int = 128, page: int = 64, he
     )
 
 
-def prefill_config(dtype: str, *, dim: int = 128, page: int = 64, heads: int = 32, kv: int = 8) -> Config:
-    tiles = runtime.prefill_tiles(head_dim=dim, itemsize=ITEM_SIZE[dtype], group_size=heads // kv)
+def prefill_config(
+    dtype: str, capability: int, *, dim: int = 128, page: int = 64, heads: int = 32, kv: int = 8
+) -> Config:
+    tiles = runtime.prefill_tiles(
+        head_dim=dim, itemsize=ITEM_SIZE[dtype], group_size=heads // kv, capability=capability
+    )
     return Config(
         f"prefill-d{dim}-p{page}-g{heads // kv}",
         attention_prefill._attention_prefill_kernel,
@@ -157,16 +161,16 @@ def matrix() -> list[Any]:
     cases: list[tuple[Config, str, int]] = []
     for capability in (90, 80, 100):
         for dtype in ("bf16", "fp32") if capability == 90 or FULL else ("bf16",):
-            configs = [prefill_config(dtype), decode_config(dtype, splits=1)]
+            configs = [prefill_config(dtype, capability), decode_config(dtype, splits=1)]
             if capability == 90 or FULL:
                 configs += [decode_config(dtype, splits=16), *small_configs()]
             if dtype == "bf16" and capability != 90 and not FULL:
                 configs += small_configs()
             if FULL:
                 for page, dim, heads, kv in ((16, 128, 32, 8), (32, 128, 32, 8), (16, 64, 9, 3), (64, 256, 16, 2)):
-                    configs.append(prefill_config(dtype, dim=dim, page=page, heads=heads, kv=kv))
+                    configs.append(prefill_config(dtype, capability, dim=dim, page=page, heads=heads, kv=kv))
                     configs.append(decode_config(dtype, splits=4, dim=dim, page=page, heads=heads, kv=kv))
-                configs.append(prefill_config(dtype, dim=96, heads=32, kv=32))
+                configs.append(prefill_config(dtype, capability, dim=96, heads=32, kv=32))
             cases += [(config, dtype, capability) for config in configs]
     return [pytest.param(*case, id=f"{case[0]}-{case[1]}-sm{case[2]}") for case in cases]
 
