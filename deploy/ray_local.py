@@ -1,16 +1,15 @@
 """A Ray of our own on this machine, isolated from any other, and its complete removal. Knows no engine and no HTTP.
 
-Everything that Ray starts inherits MANTA_INSTANCE, by which `remove` finds what outlived Ray's own shutdown.
+Everything that Ray starts inherits MANTA_INSTANCE, by which `remove` finds what outlived Ray's own shutdown; a janitor
+process does the same when this one is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
-import os
 import secrets
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -20,11 +19,13 @@ from pathlib import Path
 
 from manta.engine.errors import ConfigError, MantaError
 
-from . import settings
+from . import processes, settings
 from .checks import check_disk, free_ports
 
 MAX_TEMP_DIR_CHARS = 40
 """Ray appends up to 65 characters to name its sockets, and a socket's path may have 107."""
+PR_SET_CHILD_SUBREAPER = 36
+"""prctl(2): orphans below this process become its children, so that it can collect them when they end."""
 OBJECT_STORE_BYTES = 200_000_000
 """Requests and tokens do not travel through Ray's object store; this is what Serve itself needs and more."""
 
@@ -41,6 +42,7 @@ class LocalRay:
     use_haproxy: bool
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     folder: Path = field(init=False)
+    _janitor: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
         base = Path(tempfile.gettempdir())
@@ -56,7 +58,7 @@ class LocalRay:
     def environment(self) -> dict[str, str]:
         """Variables that Ray and Serve read when they are imported or started."""
         variables = {
-            "MANTA_INSTANCE": self.instance,
+            processes.MARK: self.instance,
             "RAY_ENABLE_AUTO_CONNECT": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
@@ -86,7 +88,9 @@ class LocalRay:
 
     def start(self) -> None:
         """Start it and connect this process to it. Raises RayFailed."""
+        self._janitor = processes.start_janitor(self.instance, self.folder)
         settings.export(self.environment())
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         import ray
 
         quiet()
@@ -109,8 +113,10 @@ class LocalRay:
         import ray
 
         ray.shutdown()
-        end_processes(instance_processes(self.instance), grace_s=3.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        processes.remove_instance(self.instance, self.folder)
+        if self._janitor is not None:
+            processes.dismiss_janitor(self._janitor)
+        processes.collect_children(timeout_s=2.0)
 
     def keep_logs(self, logs_dir: Path) -> Path | None:
         """Copy the logs to a folder that stays; None if there are none. Older copies than the last five go."""
@@ -169,59 +175,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"ray\..*")
 
 
-def instance_processes(instance: str) -> list[int]:
-    """Processes, other than this one, that carry the instance's mark."""
-    mark = f"MANTA_INSTANCE={instance}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # ended, or another user's
-        if mark in variables:
-            found.append(int(entry.name))
-    return found
-
-
-def end_processes(pids: list[int], *, grace_s: float) -> None:
-    """SIGTERM, then SIGKILL to those that are alive after `grace_s`; returns when all are gone (at most 5 s more)."""
-    _signal_all(pids, signal.SIGTERM)
-    alive = _wait_gone(pids, grace_s)
-    _signal_all(alive, signal.SIGKILL)
-    _wait_gone(alive, 5.0)
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _signal_all(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-def _wait_gone(pids: list[int], timeout_s: float) -> list[int]:
-    """Those still alive after `timeout_s`."""
-    until = time.monotonic() + timeout_s
-    alive = [pid for pid in pids if _is_alive(pid)]
-    while alive and time.monotonic() < until:
-        time.sleep(0.05)
-        alive = [pid for pid in alive if _is_alive(pid)]
-    return alive
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie of ours is collected."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"

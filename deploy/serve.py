@@ -97,10 +97,11 @@ def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals
             progress.begin("Ray", f"in {local.folder}")
             local.start()
             signals.install()
+            _raise_if_stopped(signals)
             server = _start_app(config, signals, progress)
         server.announce(console, proxy="HAProxy" if use_haproxy else "Ray Serve's proxy", logs=local.logs)
         return server.wait_and_drain(console, signals)
-    except Stopped:
+    except (Stopped, SystemExit):  # Ray's own handler turns a SIGTERM during ray.init into a SystemExit
         console.print("Stopped before the server was ready.")
         return 130
     except (MantaError, RuntimeError) as error:
@@ -179,14 +180,7 @@ def _wait_running(signals: StopSignals, progress: Progress, until: float) -> Non
             raise EngineFailed(reason(problems))
         if time.monotonic() > until:
             raise StartFailed("the application did not become ready within serving.startup_timeout_s")
-        counts = {
-            name: (
-                sum(count for state, count in one.replica_states.items() if state.value == "RUNNING"),
-                sum(one.replica_states.values()),
-            )
-            for name, one in application.deployments.items()
-        }
-        progress.detail(", ".join(f"{name} {running}/{total}" for name, (running, total) in counts.items()))
+        progress.detail(", ".join(f"{name} {_running(one)}" for name, one in application.deployments.items()))
         time.sleep(POLL_S)
 
 
@@ -200,6 +194,12 @@ def reason(messages: list[str]) -> str:
                 return f"the engine did not start: {sentence}"
     first = next((message.splitlines()[0] for message in messages if message.strip()), "no reason given")
     return f"the application did not start: {first}"
+
+
+def _running(deployment: Any) -> str:
+    """Running and all replicas of a deployment's status, as "1/2"."""
+    counts = {str(state): count for state, count in deployment.replica_states.items()}
+    return f"{counts.get('RUNNING', 0)}/{sum(counts.values())}"
 
 
 def _raise_if_stopped(signals: StopSignals) -> None:
