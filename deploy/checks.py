@@ -138,7 +138,7 @@ def _listener(port: int) -> str | None:
     inodes = {inode for local, state, inode in _tcp_table() if local == port and state == "0A"}
     for pid, name in _processes():
         try:
-            links = {os.readlink(fd.path) for fd in os.scandir(f"/proc/{pid}/fd")}
+            links = {os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")}
         except OSError:
             continue
         if any(f"socket:[{inode}]" in links for inode in inodes):

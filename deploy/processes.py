@@ -73,9 +73,9 @@ def collect_children(timeout_s: float) -> None:
 
 
 def _has_open_file(process: Path, inside: str) -> bool:
-    for descriptor in os.scandir(process / "fd"):
+    for descriptor in os.listdir(process / "fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(descriptor.path).startswith(inside):
+            if os.readlink(process / "fd" / descriptor).startswith(inside):
                 return True
     return False
 
