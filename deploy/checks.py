@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from manta.engine.model_source import load_shape, resolve_model
 
 from . import demo_model
 from .config import DeployConfig
+from .processes import open_files
 
 MIN_FREE_BYTES = 1_000_000_000
 """Ray logs and spills into its folder, and refuses to work on a full disk."""
@@ -135,12 +136,9 @@ def _tcp_table() -> Iterator[tuple[int, str, str]]:
 
 def _listener(port: int) -> str | None:
     """Name and id of the process that listens on `port`, if this user may know."""
-    inodes = {inode for local, state, inode in _tcp_table() if local == port and state == "0A"}
+    sockets = {f"socket:[{inode}]" for local, state, inode in _tcp_table() if local == port and state == "0A"}
     for pid, name in _processes():
-        try:
-            links = {os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")}
-        except OSError:
-            continue
-        if any(f"socket:[{inode}]" in links for inode in inodes):
-            return f"{name} (process {pid})"
+        with contextlib.suppress(OSError):  # another user's
+            if sockets & set(open_files(Path(f"/proc/{pid}"))):
+                return f"{name} (process {pid})"
     return None

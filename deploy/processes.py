@@ -50,9 +50,20 @@ def instance_processes(instance: str, folder: Path) -> list[int]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it ended, or is another user's
-            if mark in (entry / "environ").read_bytes().split(b"\0") or _has_open_file(entry, inside):
+            if mark in (entry / "environ").read_bytes().split(b"\0") or any(
+                file.startswith(inside) for file in open_files(entry)
+            ):
                 found.append(int(entry.name))
     return found
+
+
+def open_files(process: Path) -> list[str]:
+    """What the descriptors of a process (its folder in /proc) refer to. Raises OSError for another user's process."""
+    files = []
+    for descriptor in os.listdir(process / "fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            files.append(os.readlink(process / "fd" / descriptor))
+    return files
 
 
 def end_processes(pids: list[int], *, grace_s: float) -> None:
@@ -70,14 +81,6 @@ def collect_children(timeout_s: float) -> None:
         while time.monotonic() < until:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.02)
-
-
-def _has_open_file(process: Path, inside: str) -> bool:
-    for descriptor in os.listdir(process / "fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(process / "fd" / descriptor).startswith(inside):
-                return True
-    return False
 
 
 def _signal_all(pids: list[int], number: signal.Signals) -> None:
