@@ -19,6 +19,9 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _GAMMA_TL, _MIX_1_TL, _MIX_2_TL = tl.constexpr(_GAMMA), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
 
+# One chunk is an ordinary case, not worth a variant of its own with the number as a constant.
+_jit_chunks = jit(do_not_specialize=["num_chunks"])
+
 _CHUNK = 2048  # logits that one program of the first two passes takes
 _PER_CHUNK = 64  # candidates a chunk may offer to the filter search; rows that need more are searched in full
 _NO_INDEX = tl.constexpr(2147483647)
@@ -155,7 +158,7 @@ def _chunk_kernel(
             tl.store(chunk_sum_ptr + place, tl.sum(weights, 0))
 
 
-@jit
+@_jit_chunks
 def _argmax_kernel(chunk_max_ptr, chunk_id_ptr, out_ptr, num_chunks, BLOCK_CHUNKS: tl.constexpr):
     pid_row = tl.program_id(0)
     offs = tl.arange(0, BLOCK_CHUNKS)
@@ -164,7 +167,7 @@ def _argmax_kernel(chunk_max_ptr, chunk_id_ptr, out_ptr, num_chunks, BLOCK_CHUNK
     tl.store(out_ptr + pid_row, tl.load(chunk_id_ptr + pid_row * num_chunks + chunk).to(tl.int64))
 
 
-@jit
+@_jit_chunks
 def _candidate_kernel(
     logits_ptr,
     temperature_ptr,
@@ -306,7 +309,7 @@ def _pick(x_ptr, n, uniform, low, high, quota, min_p, row_max, temperature, BLOC
     return tl.where(picked == _NO_INDEX, last, picked)
 
 
-@jit
+@_jit_chunks
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ GPU_PREFILL_CASES = [
 ]
 
 
-def with_gpu(cases: list[Case], larger: list[Case]) -> list[object]:
+def with_gpu(cases: list[Case], larger: list[Case]) -> list[Any]:
     return [pytest.param(case, id=str(case)) for case in cases] + [
         pytest.param(case, id=str(case), marks=pytest.mark.gpu) for case in larger
     ]
