@@ -21,20 +21,21 @@ install: $(VENV)/installed model  ## .venv with the project, its development too
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Manta needs Python 3.11 or newer: install it, or name it with make PYTHON=/path/to/python" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no virtual environment: on Debian, apt install python3-venv" >&2; exit 1; }
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no virtual environment: on Debian, apt install python3-venv" >&2; exit 1; }
 
 # torch first: a CPU build where there is no NVIDIA driver and pip can find one, else what the index gives.
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@if $(PY) -c 'import torch' >/dev/null 2>&1; then :; \
 	elif command -v nvidia-smi >/dev/null 2>&1; then \
 		echo "installing torch $(TORCH) for the GPU"; \
-		$(PY) -m pip install -q 'torch==$(TORCH),!=$(TORCH)+cpu' || $(PY) -m pip install -q 'torch==$(TORCH)'; \
+		$(PY) -m pip install -qq 'torch==$(TORCH),!=$(TORCH)+cpu' || $(PY) -m pip install -qq 'torch==$(TORCH)'; \
 	else \
 		echo "installing torch $(TORCH), a CPU build if pip finds one"; \
-		$(PY) -m pip install -q 'torch==$(TORCH)+cpu' 2>/dev/null || $(PY) -m pip install -q 'torch==$(TORCH)'; \
+		$(PY) -m pip install -qq 'torch==$(TORCH)+cpu' 2>/dev/null || $(PY) -m pip install -qq 'torch==$(TORCH)'; \
 	fi
 	@echo "installing Manta and its development tools"
-	@$(PY) -m pip install -q -e '.[dev]' -c constraints.txt
+	@$(PY) -m pip install -qq -e '.[dev]' -c constraints.txt
 	@touch $@
 
 model: $(VENV)/installed
