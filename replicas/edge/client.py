@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from manta.engine.errors import Unavailable
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 
@@ -120,13 +120,13 @@ class EdgeContext:
     observer: RequestObserver = field(default_factory=NoObserver)
     request_timeout_s: float | None = None
     max_body_bytes: int = 32 * 2**20
+    """A larger request is refused with 413."""
     max_sequences: int = 2048
     """Most sequences (prompts times n) that one request may ask for."""
     drain_retry_after_s: float = 5.0
     """Told to clients that come while this edge drains."""
     _draining: bool = False
-    _open: dict[int, asyncio.Event] = field(default_factory=dict)
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _open: set[OpenRequest] = field(default_factory=set)
 
     def drain(self) -> None:
         """From now on /ready answers 503 and new work is refused; running requests finish. Cannot be undone."""
@@ -143,25 +143,34 @@ class EdgeContext:
 
     def abort_open_requests(self) -> None:
         """End every open request with an error: 503, or an error event where a stream has begun."""
-        for aborted in self._open.values():
-            aborted.set()
+        for request in list(self._open):
+            request.interrupt(Unavailable("The server is stopping.", retry_after_s=self.drain_retry_after_s))
 
     def open_request(self) -> OpenRequest:
-        """Count one generation request as open for as long as the result is entered."""
-        return OpenRequest(self)
+        """Count the current task as a generation request for as long as the result is entered."""
+        return OpenRequest(self._open)
 
 
 class OpenRequest:
-    """Context manager that counts a request; `aborted` is set when the edge must end it."""
+    """One generation request in progress, run by the task that enters it. Others may interrupt it with a reason."""
 
-    def __init__(self, context: EdgeContext) -> None:
-        self._context = context
-        self._id = next(context._ids)
-        self.aborted = asyncio.Event()
+    def __init__(self, registry: set[OpenRequest]) -> None:
+        self.reason: Exception | None = None
+        """Why it was interrupted."""
+        self._registry = registry
+        self._task: asyncio.Task[object] | None = None
+
+    def interrupt(self, reason: Exception) -> None:
+        """Cancel the task's current wait; the first reason counts. Called from the loop, never by the task itself."""
+        if self.reason is None and self._task is not None:
+            self.reason = reason
+            self._task.cancel()
 
     def __enter__(self) -> OpenRequest:
-        self._context._open[self._id] = self.aborted
+        self._task = asyncio.current_task()
+        self._registry.add(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        del self._context._open[self._id]
+        self._task = None
+        self._registry.discard(self)

@@ -1,0 +1,65 @@
+"""The edge's HTTP application: every path, and one error envelope around them all. Knows no engine and no Ray."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manta.engine.errors import MantaError
+
+from .chat import chat_job
+from .client import EdgeContext
+from .completions import completions_job
+from .endpoints import GenerationEndpoint
+from .errors import ErrorReply, reply_for, reply_for_status
+from .middleware import ErrorBoundary, RequireApiKey
+from .schema import ChatFields, CompletionFields
+from .status import StatusEndpoints
+from .tokens import TokenEndpoints
+
+
+def create_app(context: EdgeContext) -> FastAPI:
+    """The OpenAI-compatible API over `context.client`."""
+    status, tokens = StatusEndpoints(context), TokenEndpoints(context)
+    chat = GenerationEndpoint(context, "chat.completions", ChatFields, chat_job)
+    completions = GenerationEndpoint(context, "completions", CompletionFields, completions_job)
+    # redirect_slashes off: a redirect would be the one answer without the envelope.
+    app = FastAPI(title="Manta", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.routes.extend(
+        [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", status.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", status.model, methods=["GET"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/health", status.health, methods=["GET"]),
+            Route("/ready", status.ready, methods=["GET"]),
+            Route("/metrics", status.metrics, methods=["GET"]),
+            Route("/version", status.version, methods=["GET"]),
+        ]
+    )
+    app.add_exception_handler(HTTPException, _refused_by_framework)
+    app.add_exception_handler(MantaError, _refused)
+    if context.api_keys:
+        app.add_middleware(RequireApiKey, api_keys=context.api_keys)
+    app.add_middleware(ErrorBoundary)
+    return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    return _response(reply_for(error))
+
+
+def _refused_by_framework(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reply = reply_for_status(error.status_code, request.url.path, request.method)
+    return _response(reply, dict(error.headers or {}))
+
+
+def _response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
+    headers = {**(headers or {}), **reply.headers}
+    return Response(reply.body, status_code=reply.status, headers=headers, media_type="application/json")

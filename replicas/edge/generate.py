@@ -1,0 +1,80 @@
+"""Runs the choices of one request on the engines and hands on their pieces. Knows no HTTP and no JSON.
+
+When `deliver` is first called every choice has been taken by an engine or waits for one; a refusal before that ends
+the whole request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+from manta.engine.errors import EngineFailed, Overloaded
+
+from .client import EngineClient
+from .stream import Choice, Piece
+
+Deliver = Callable[[Sequence[Piece]], Awaitable[None]]
+
+
+async def run_choices(client: EngineClient, choices: Sequence[Choice], deliver: Deliver) -> None:
+    """Run all choices to their end. Cancelling this task, or an error, cancels all their work.
+
+    Raises what EngineClient.generate raises, and EngineFailed when a sequence breaks off.
+    """
+    if len(choices) == 1:
+        await _run_one(client, choices[0], deliver)
+    else:
+        await _run_many(client, choices, deliver)
+
+
+async def _run_one(client: EngineClient, choice: Choice, deliver: Deliver) -> None:
+    async with aclosing(client.generate(choice.request)) as deltas:
+        async for delta in deltas:
+            piece = choice.add(delta)
+            if piece is not None:
+                await deliver((piece,))
+            if choice.is_finished:
+                return
+    raise EngineFailed("The engine ended the request before it was complete.")
+
+
+async def _run_many(client: EngineClient, choices: Sequence[Choice], deliver: Deliver) -> None:
+    ready: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+    has_begun = False
+
+    async def put(pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            ready.put_nowait(piece)
+
+    async def run(choice: Choice) -> None:
+        while True:
+            try:
+                return await _run_one(client, choice, put)
+            except Overloaded as error:
+                # The others run already: this one waits for room, as it would in a queue.
+                if not has_begun:
+                    return ready.put_nowait(error)
+                await asyncio.sleep(error.retry_after_s)
+            except Exception as error:
+                return ready.put_nowait(error)
+
+    tasks = [asyncio.create_task(run(choice)) for choice in choices]
+    try:
+        num_open = len(choices)
+        while num_open:
+            batch = [await ready.get()]
+            while not ready.empty():
+                batch.append(ready.get_nowait())
+            for item in batch:
+                if isinstance(item, Exception):
+                    raise item
+            has_begun = True
+            pieces = [item for item in batch if isinstance(item, Piece)]
+            num_open -= sum(piece.finish_reason is not None for piece in pieces)
+            await deliver(pieces)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
