@@ -5,6 +5,7 @@ Knows no operation and no model. There is no autotuning at run time: the tables 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +33,19 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def has_inline_ptx(tensor: torch.Tensor) -> bool:
     """Whether kernels may contain NVIDIA assembly: not in the interpreter and not on AMD."""
     return tensor.is_cuda and not INTERPRETED and torch.version.hip is None
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors on CPU free instead of returning it to the system; for processes that run the model.
+
+    Activations of a megabyte come and go at every layer; where page faults are dear (virtual machines, sandboxes)
+    handing the pages back costs several times the work done in them. No effect with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: large blocks come from the heap,
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: whose top is not given back
+        mallopt(-2, 64 << 20)  # M_TOP_PAD: and grows by 64 MiB at a time
 
 
 @cache

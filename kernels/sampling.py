@@ -61,7 +61,8 @@ def sample_reference(
     kept = weights
     if bool(((top_k > 0) | (top_p < 1)).any()):
         kept = torch.where(_first_in_order(x, weights, top_k.long(), top_p.double()), weights, 0.0)
-    kept = torch.where(weights >= min_p[:, None], kept, 0.0)
+    if bool((min_p > 0).any()):
+        kept = torch.where(weights >= min_p[:, None], kept, 0.0)
     cumulative = kept.double().cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     target = uniform_reference(seeds[drawn], positions[drawn])[:, None].double() * total
@@ -78,7 +79,8 @@ def _first_in_order(x: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor,
     num_kept_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
     total = weights.double().sum(-1)
     # Few tokens usually suffice; a row whose k or p reaches further makes this call look at all.
-    for size in (min(1024, vocab), vocab):
+    few = int(top_k.max()) if bool((top_k > 0).all()) else 1024
+    for size in (min(few, vocab), vocab):
         # [rows, size]; weights are a monotone function of x, so both come sorted.
         values, ids = x.topk(size, dim=-1)
         cumulative = weights.gather(1, ids).double().cumsum(-1)
@@ -95,7 +97,7 @@ def _first_in_order(x: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor,
     num_kept = torch.minimum(num_kept_by_k, num_kept_by_p)
     border = values.gather(1, (num_kept - 1).clamp(0, size - 1)[:, None])
     border = torch.where(num_kept[:, None] >= vocab, -torch.inf, border)
-    quota = num_kept - (x > border).sum(-1)
+    quota = num_kept - (values > border).sum(-1)
     ties = x == border
     if bool((ties.sum(-1) > quota).any()):
         ties &= ties.cumsum(-1) <= quota[:, None]
