@@ -10,6 +10,7 @@ import ctypes
 import logging
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -133,6 +134,12 @@ class LocalRay:
 def join(address: str) -> None:
     """Connect this process to a running Ray. Raises RayFailed."""
     settings.export({"RAY_USAGE_STATS_ENABLED": "0"})
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in address:  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+        except OSError as error:
+            raise RayFailed(f"no Ray answers at {address!r} ({error.strerror or error}): is it running?") from None
     import ray
 
     quiet()

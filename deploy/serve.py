@@ -18,7 +18,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from manta.engine.errors import EngineFailed, MantaError
+from manta.engine.errors import EngineFailed, MantaError, Unavailable
 
 from . import ray_local, settings
 from .checks import check_port, established_connections, locate_model, running_rays
@@ -120,9 +120,11 @@ def _serve_joined(config: DeployConfig, console: Console, signals: StopSignals) 
     signals.install()
     from ray import serve as ray_serve
 
+    has_deployed = False
     try:
         if APP_NAME in ray_serve.status().applications:
-            raise StartFailed("this Ray serves Manta already: stop that one first, or start an own Ray")
+            raise StartFailed("this Ray serves Manta already: stop that one first, or leave serving.ray_address out")
+        has_deployed = True
         with Progress(console) as progress:
             server = _start_app(config, signals, progress)
         server.announce(console, proxy="the proxy of the Ray that was joined", logs=None)
@@ -131,7 +133,7 @@ def _serve_joined(config: DeployConfig, console: Console, signals: StopSignals) 
         console.print("Stopped before the server was ready.")
         return 130
     finally:
-        if APP_NAME in ray_serve.status().applications:
+        if has_deployed:
             ray_serve.delete(APP_NAME)
         ray.shutdown()
 
@@ -273,6 +275,18 @@ class Server:
             time.sleep(POLL_S)
         timeout_s = self._config.serving.graceful_shutdown_timeout_s
         console.print(f"Stopping: running streams have {timeout_s:g} s to finish (Ctrl-C again: at once).")
+        try:
+            self._drain(console, signals, timeout_s)
+        except Unavailable as error:
+            console.print(f"Nothing to wait for: {error}", highlight=False)
+        # What the edge has handed over still travels through the proxy: wait for the clients to have it.
+        until = time.monotonic() + 1.0
+        while established_connections(self._config.serving.port) and time.monotonic() < until and not signals.forced:
+            time.sleep(0.02)
+        console.print("Stopped.")
+        return 0
+
+    def _drain(self, console: Console, signals: StopSignals, timeout_s: float) -> None:
         self._call_all("drain")
         until = time.monotonic() + timeout_s
         while (num_open := self._num_open()) and time.monotonic() < until and not signals.forced:
@@ -280,12 +294,6 @@ class Server:
         if num_open:
             console.print(f"Ending {num_open} open requests with an error.")
             self._call_all("abort_open_requests")
-        # What the edge has handed over still travels through the proxy: wait for the clients to have it.
-        until = time.monotonic() + 1.0
-        while established_connections(self._config.serving.port) and time.monotonic() < until and not signals.forced:
-            time.sleep(0.02)
-        console.print("Stopped.")
-        return 0
 
     def _num_open(self) -> int:
         return sum(self._call_all("num_open_requests"))
@@ -294,8 +302,14 @@ class Server:
         return next((info for info in self._call_all("engine_info") if info is not None), None)
 
     def _call_all(self, method: str) -> list[Any]:
-        """The method's result from every edge."""
-        return self._handle.broadcast(method).results(timeout_s=10.0)
+        """The method's result from every edge. Raises Unavailable when they do not answer."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            return self._handle.broadcast(method).results(timeout_s=10.0)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise Unavailable(f"the edges do not answer ({ray_local.first_line(error)})", retry_after_s=1.0) from error
 
 
 def ledger_table(ledger_bytes: dict[str, int]) -> Table:
