@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 from manta.kernels import attention_decode as decode
 from manta.kernels import attention_prefill as prefill
-from manta.kernels import runtime
+from manta.kernels import kv_cache, runtime
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -96,6 +97,19 @@ def written_out(batch: Batch) -> torch.Tensor:
     return out
 
 
+def prefill_reference(batch: Batch) -> torch.Tensor:
+    """The reference in exact fp32, also on a GPU (where other implementations of SDPA may round inputs)."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return prefill.attention_prefill_reference(
+            batch.q, *batch.paged, batch.query_start, batch.seq_lens, batch.scale
+        )
+
+
+def decode_reference(batch: Batch) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return decode.attention_decode_reference(batch.q, *batch.paged, batch.seq_lens, batch.scale)
+
+
 def run_prefill(batch: Batch, out: torch.Tensor | None = None) -> torch.Tensor:
     queries = int(batch.query_start.diff().max())
     longest = int(batch.seq_lens.max())
@@ -137,9 +151,7 @@ def with_gpu(cases: list[Case], larger: list[Case]) -> list[Any]:
 @pytest.mark.parametrize("case", with_gpu(PREFILL_CASES, GPU_PREFILL_CASES))
 def test_prefill(case: Case, device: torch.device) -> None:
     batch = make_batch(case, device)
-    expected = prefill.attention_prefill_reference(
-        batch.q, *batch.paged, batch.query_start, batch.seq_lens, batch.scale
-    )
+    expected = prefill_reference(batch)
     assert expected.isfinite().all()
     assert_close(run_prefill(batch), expected, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
 
@@ -196,7 +208,7 @@ def test_decode(case: Case, split: bool, device: torch.device, monkeypatch: pyte
     elif device.type == "cpu":  # the interpreter runs programs one by one
         monkeypatch.setattr(runtime, "decode_splits", lambda *_: 4)
     batch = make_batch(case, device)
-    expected = decode.attention_decode_reference(batch.q, *batch.paged, batch.seq_lens, batch.scale)
+    expected = decode_reference(batch)
     assert expected.isfinite().all()
     assert_close(run_decode(batch), expected, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
 
@@ -210,6 +222,63 @@ def test_decode_skips_empty_rows(splits: int, device: torch.device, monkeypatch:
     assert run_decode(batch, out) is out
     assert out[[0, 2]].isfinite().all()
     assert out[1].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [1, 5, 64])
+def test_decode_graph_follows_its_inputs(num_seqs: int, device: torch.device) -> None:
+    """A captured launch serves other lengths, blocks and queries than the capture's, and rows of padding."""
+    lengths = tuple((1, 1 + 97 * row % 1500) for row in range(num_seqs))
+    first, second = (make_batch(Case(lengths[::step], 32, 8, 128, 64, BF16), device) for step in (1, -1))
+    workspace = decode.DecodeWorkspace.allocate(
+        max_num_seqs=num_seqs, num_heads=32, num_kv_heads=8, head_dim=128, device=device
+    )
+    caches = [first.key_cache.clone(), first.value_cache.clone()]
+    q, table, seq_lens = first.q.contiguous(), first.block_table.clone(), first.seq_lens.clone()
+    out = torch.full(q.shape, torch.nan, device=device, dtype=q.dtype)
+
+    def launch() -> None:
+        decode.attention_decode(
+            q, caches[0], caches[1], table, seq_lens, first.scale, out, workspace=workspace, max_seq_len=1500
+        )
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for buffer, value in zip(
+        (*caches, q, table, seq_lens),
+        (second.key_cache, second.value_cache, second.q, second.block_table, second.seq_lens),
+        strict=True,
+    ):
+        buffer.copy_(value)
+    if num_seqs > 1:
+        seq_lens[num_seqs // 2] = 0
+    out.fill_(torch.nan)
+    graph.replay()
+    live = seq_lens > 0
+    assert_close(out[live], decode_reference(second)[live], rtol=2e-2, atol=2e-2)
+    assert out[~live].isnan().all()
+
+
+@pytest.mark.gpu
+def test_caches_of_more_than_two_billion_elements(device: torch.device) -> None:
+    num_blocks, page, kv_heads, dim, length = 33_000, 64, 8, 128, 200
+    caches = torch.zeros(2, num_blocks, page, kv_heads, dim, dtype=BF16, device=device)
+    blocks = torch.tensor([num_blocks - 1, num_blocks - 3, num_blocks - 2, num_blocks - 7], device=device)
+    token = torch.arange(length, device=device)
+    slots = blocks[token // page] * page + token % page
+    k, v = torch.randn(2, length, kv_heads, dim, device=device).to(BF16)
+    kv_cache.store_kv(k, v, caches[0], caches[1], slots)
+    assert_close(kv_cache.gather_kv(caches[1], blocks)[:length], v, rtol=0, atol=0)
+    assert float(caches[0, : num_blocks - 7].abs().amax()) == 0
+    q = torch.randn(length, 32, dim, device=device).to(BF16)
+    start = torch.tensor([0, length], dtype=torch.int32, device=device)
+    batch = Batch(q, caches[0], caches[1], blocks[None].int(), start, start[1:], dim**-0.5)
+    expected = prefill_reference(batch)
+    assert_close(run_prefill(batch), expected, rtol=2e-2, atol=2e-2)
+    one = Batch(q[-1:], *batch.paged, start, start[1:], batch.scale)
+    assert_close(run_decode(one), expected[-1:], rtol=2e-2, atol=2e-2)
 
 
 def test_splits_are_powers_of_two_that_shrink_with_the_batch() -> None:
