@@ -31,6 +31,7 @@ TORCH_FREE_ENGINE = {
 ENVIRONMENT_READERS = {
     # file: why it may touch the environment
     "deploy/settings.py": "the one place where settings come from the environment",
+    "kernels/runtime.py": "writes a default that Triton takes from nowhere else, before Triton is used",
 }
 
 FORBIDDEN_LIBRARIES = {
