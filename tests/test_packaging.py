@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -116,3 +117,8 @@ print({file: sorted(found) for file, found in names.items() if len(found) > 1})
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "{}"
+
+
+def test_the_type_checker_is_told_every_folder() -> None:
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"]
+    assert included == ["manta", *(f"manta/{folder}" for folder in FOLDERS)]
