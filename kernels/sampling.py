@@ -12,6 +12,7 @@ import triton.language as tl
 
 from . import runtime
 from .runtime import jit
+from .sampling_search import NO_INDEX, key_of, pick, search_border, tail, value_of
 
 # splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) on wrapping signed 64-bit integers.
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -24,7 +25,6 @@ _jit_chunks = jit(do_not_specialize=["num_chunks"])
 
 _CHUNK = 2048  # logits that one program of the first two passes takes
 _PER_CHUNK = 64  # candidates a chunk may offer to the filter search; rows that need more are searched in full
-_NO_INDEX = tl.constexpr(2147483647)
 _KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
 
 
@@ -116,18 +116,6 @@ def _uniform(seed, position):
     """The bits of `uniform_reference`."""
     bits = _mix(_mix(seed + _GAMMA_TL) + position * _GAMMA_TL)
     return ((bits >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
-
-
-@jit
-def _key(x):
-    """A signed integer that orders as the fp32 number does."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _value(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -224,93 +212,6 @@ def _candidate_kernel(
         tl.store(floor_ptr + pid_row, floor)
 
 
-@jit
-def _tail(x_ptr, n, pivot, row_max, temperature, BLOCK: tl.constexpr):
-    """How many of n logits have at least the key `pivot`, and their weight."""
-    counts = tl.zeros([BLOCK], tl.int32)
-    masses = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, n, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offs, mask=offs < n, other=float("-inf")).to(tl.float32)
-        above = (_key(x) >= pivot) & (offs < n)
-        counts += above.to(tl.int32)
-        masses += tl.where(above, tl.exp((x - row_max) / temperature), 0.0)
-    return tl.sum(counts, 0), tl.sum(masses, 0)
-
-
-@jit
-def _search(
-    x_ptr,
-    n,
-    low,
-    high,
-    count_low,
-    count_high,
-    mass_low,
-    mass_high,
-    wanted_count,
-    wanted_mass,
-    row_max,
-    temperature,
-    BLOCK: tl.constexpr,
-):
-    """Narrow the keys [low, high) around the border of the smallest prefix that has both wanted count and mass.
-
-    Everything from `low` on is enough, everything from `high` on is not; ends when one value or one logit is between.
-    """
-    while (low + 1 < high) & (count_low - count_high > 1):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        count, mass = _tail(x_ptr, n, middle, row_max, temperature, BLOCK)
-        is_enough = (count >= wanted_count) & (mass >= wanted_mass)
-        low = tl.where(is_enough, middle, low)
-        count_low = tl.where(is_enough, count, count_low)
-        mass_low = tl.where(is_enough, mass, mass_low)
-        high = tl.where(is_enough, high, middle)
-        count_high = tl.where(is_enough, count_high, count)
-        mass_high = tl.where(is_enough, mass_high, mass)
-    return low, high, count_low, count_high, mass_low, mass_high
-
-
-@jit
-def _kept_weights(x_ptr, offs, n, low, high, quota, ties_before, min_p, row_max, temperature):
-    """Weights of the logits at `offs` after all filters, and the number of ties up to there."""
-    x = tl.load(x_ptr + offs, mask=offs < n, other=float("-inf")).to(tl.float32)
-    key = _key(x)
-    tie = (key >= low) & (key < high) & (offs < n)
-    rank = ties_before + tl.cumsum(tie.to(tl.int32), 0)
-    weights = tl.exp((x - row_max) / temperature)
-    kept = ((key >= high) | (tie & (rank <= quota))) & (weights >= min_p) & (offs < n)
-    return tl.where(kept, weights, 0.0), ties_before + tl.sum(tie.to(tl.int32), 0)
-
-
-@jit
-def _pick(x_ptr, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK: tl.constexpr):
-    """Index of the first logit whose cumulative kept weight passes `uniform` of the whole."""
-    total = row_max * 0.0
-    ties = quota * 0
-    for start in range(0, n, BLOCK):
-        weights, ties = _kept_weights(
-            x_ptr, start + tl.arange(0, BLOCK), n, low, high, quota, ties, min_p, row_max, temperature
-        )
-        total += tl.sum(weights, 0)
-    target = uniform * total
-    before = total * 0.0
-    ties = quota * 0
-    picked = quota * 0 + _NO_INDEX
-    last = quota * 0
-    start = quota * 0
-    while (start < n) & (picked == _NO_INDEX):
-        offs = start + tl.arange(0, BLOCK)
-        weights, ties = _kept_weights(x_ptr, offs, n, low, high, quota, ties, min_p, row_max, temperature)
-        passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
-        picked = tl.min(tl.where(passes, offs, _NO_INDEX), 0)
-        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, offs, 0), 0))
-        before += tl.sum(weights, 0)
-        start += BLOCK
-    # Rounding may leave every sum at or below the target: then the last logit with any weight.
-    return tl.where(picked == _NO_INDEX, last, picked)
-
-
 @_jit_chunks
 def _draw_kernel(
     logits_ptr,
@@ -373,7 +274,7 @@ def _draw_kernel(
         if has_k | (p < 1.0):
             counts = tl.load(chunk_count_ptr + chunk_row + chunks, mask=mask_chunk, other=0)
             count_floor = tl.sum(counts, 0)
-            floor = _key(tl.load(floor_ptr + pid_row))
+            floor = key_of(tl.load(floor_ptr + pid_row))
             fits = tl.max(counts, 0) <= PER_CHUNK
             candidates = candidate_ptr + pid_row.to(tl.int64) * num_chunks * PER_CHUNK
             num_slots = num_chunks * PER_CHUNK
@@ -381,7 +282,7 @@ def _draw_kernel(
             wanted_mass = tl.where(has_k, 0.0, p * total)
             mass_floor = total
             if fits:
-                _, mass_floor = _tail(candidates, num_slots, floor, row_max, temperature, BLOCK)
+                _, mass_floor = tail(candidates, num_slots, floor, row_max, temperature, BLOCK)
                 uses_candidates = (count_floor >= wanted_count) & (mass_floor >= wanted_mass)
             count_low = vocab
             mass_low = total
@@ -391,9 +292,9 @@ def _draw_kernel(
                 low = floor
                 count_low = count_floor
                 mass_low = mass_floor
-            top = _key(row_max) + 1
+            top = key_of(row_max) + 1
             if has_k:
-                low, high, count_low, count_high, mass_low, mass_high = _search(
+                low, high, count_low, count_high, mass_low, mass_high = search_border(
                     source,
                     n,
                     low,
@@ -410,13 +311,13 @@ def _draw_kernel(
                 )
                 quota = k - count_high
                 if quota < count_low - count_high:
-                    mass_low = mass_high + quota * tl.exp((_value(low) - row_max) / temperature)
+                    mass_low = mass_high + quota * tl.exp((value_of(low) - row_max) / temperature)
             else:
                 high = low
             if p < 1.0:
                 low_of_k, quota_of_k = low, quota
                 wanted_mass = p * mass_low
-                low, high, count_low, count_high, mass_low, mass_high = _search(
+                low, high, count_low, count_high, mass_low, mass_high = search_border(
                     source,
                     n,
                     low,
@@ -434,16 +335,16 @@ def _draw_kernel(
                 available = count_low - count_high
                 if has_k & (low == low_of_k):
                     available = tl.minimum(available, quota_of_k)
-                needed = tl.ceil((wanted_mass - mass_high) / tl.exp((_value(low) - row_max) / temperature))
+                needed = tl.ceil((wanted_mass - mass_high) / tl.exp((value_of(low) - row_max) / temperature))
                 quota = tl.where(available > 1, tl.minimum(tl.maximum(needed, 1.0), available).to(tl.int32), available)
-        index = _pick(source, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK)
+        index = pick(source, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK)
         if uses_candidates:
             index = tl.load(candidate_id_ptr + pid_row.to(tl.int64) * num_chunks * PER_CHUNK + index)
         tl.store(out_ptr + pid_row, index.to(tl.int64))
     else:
         target = uniform * total
         reached = (tl.cumsum(sums, 0) > target) & (sums > 0.0)
-        chunk = tl.min(tl.where(reached, chunks, _NO_INDEX), 0)
+        chunk = tl.min(tl.where(reached, chunks, NO_INDEX), 0)
         last_chunk = tl.max(tl.where(sums > 0.0, chunks, 0), 0)
         chunk = tl.minimum(chunk, last_chunk)
         before = tl.sum(tl.where(chunks < chunk, sums, 0.0), 0)
@@ -451,7 +352,7 @@ def _draw_kernel(
         x = tl.load(row_ptr + offs, mask=offs < vocab, other=float("-inf")).to(tl.float32)
         weights = tl.exp((x - row_max) / temperature)
         passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
-        first = tl.min(tl.where(passes, offs, _NO_INDEX), 0)
+        first = tl.min(tl.where(passes, offs, NO_INDEX), 0)
         last = tl.max(tl.where(weights > 0.0, offs, 0), 0)
         tl.store(out_ptr + pid_row, tl.minimum(first, last).to(tl.int64))
 
