@@ -512,6 +512,20 @@ class ApiCases:
             assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
             assert answer["usage"]["prompt_tokens"] == len(ids) + len(other)
 
+    def test_stop_token_ids_end_the_answer_after_min_tokens(self, server: Server) -> None:
+        fields: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        ids = server.complete("Tell me", **fields)["choices"][0]["token_ids"]
+        stop_id = ids[7]
+        first = ids.index(stop_id)
+        answer = server.complete("Tell me", stop_token_ids=[stop_id], **fields)
+        choice = answer["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop_id)
+        assert choice["token_ids"] == ids[: first + 1]
+        assert answer["usage"]["completion_tokens"] == first + 1
+        assert choice["text"] == server.ok("/detokenize", tokens=ids[:first], skip_special_tokens=True)["prompt"]
+        later = server.complete("Tell me", stop_token_ids=[stop_id], min_tokens=first + 2, **fields)
+        assert later["usage"]["completion_tokens"] >= first + 2
+
     def test_defaults_of_max_tokens(self, server: Server) -> None:
         assert server.complete([5] * 4, ignore_eos=True)["usage"]["completion_tokens"] == 16
         nearly_full = server.complete([5] * (server.max_model_len - 3), ignore_eos=True)
