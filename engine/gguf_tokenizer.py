@@ -20,30 +20,16 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _words(digits: str) -> str:
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
 
 
-_DEEPSEEK = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    + _REST,
-)
-_GPT_4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
-)
-
-
-def _split(*patterns: str) -> Callable[[], Any]:
+def _split(pattern: str) -> Callable[[], Any]:
     def build() -> Any:
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     return build
 
@@ -63,13 +49,11 @@ PRE_TOKENIZERS: Mapping[str, Callable[[], Any]] = {
     "llama3": _split(_words(r"\p{N}{1,3}")),
     "llama-v3": _split(_words(r"\p{N}{1,3}")),
     "qwen2": _split(_words(r"\p{N}")),
-    "deepseek-v3": _split(*_DEEPSEEK),
-    "gpt-4o": _split(_GPT_4O),
 }
-_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "gpt-4o"}
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3"}
 """A word that is a token is taken whole, even where merges would not lead to it."""
 _NFC = {"qwen2"}
-_ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "deepseek-v3"}
+_ADDS_BOS = {"llama-bpe", "llama3", "llama-v3"}
 """Where the file does not say whether text begins with BOS."""
 
 
@@ -93,8 +77,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Backend:
 
 
 def _byte_level(metadata: Mapping[str, Any], path: Path) -> tuple[Backend, bool]:
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in PRE_TOKENIZERS:
+    pre: str | None = metadata.get("tokenizer.ggml.pre")
+    if pre is None or pre not in PRE_TOKENIZERS:
         what = "names no pre-tokenizer" if pre is None else f"has the unknown pre-tokenizer {pre!r}"
         raise CheckpointError(
             f"{path} {what}, so its token ids cannot be trusted (known: {', '.join(PRE_TOKENIZERS)}): give the folder "
@@ -175,19 +159,11 @@ def _add_special_tokens(backend: Backend, metadata: Mapping[str, Any]) -> None:
 
 
 def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], *, adds_bos: bool) -> None:
-    ids = {}
-    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
-        ids["bos"] = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_eos_token", False):
-        ids["eos"] = metadata.get("tokenizer.ggml.eos_token_id")
-    backend.post_processor = template_processor(
-        *((backend.id_to_token(token_id), token_id) if token_id is not None else None for token_id in
-          (ids.get("bos"), ids.get("eos")))
-    )  # fmt: skip
-
-
-def template_processor(bos: tuple[str | None, int] | None, eos: tuple[str | None, int] | None) -> Any:
-    """A post-processor that puts BOS before and EOS behind a text; each a (token, id) or None."""
-    tokens = [token for token in (bos, eos) if token is not None]
-    single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
-    return processors.TemplateProcessing(single=single, special_tokens=[(text, index) for text, index in tokens])
+    begins = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+    ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+    bos = metadata.get("tokenizer.ggml.bos_token_id") if begins else None
+    eos = metadata.get("tokenizer.ggml.eos_token_id") if ends else None
+    tokens = {token_id: backend.id_to_token(token_id) for token_id in (bos, eos) if token_id is not None}
+    single = [*([tokens[bos]] if bos is not None else []), "$A", *([tokens[eos]] if eos is not None else [])]
+    special_tokens = [(token, token_id) for token_id, token in tokens.items()]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)

@@ -182,7 +182,7 @@ def _download(name: str, *, what: str, revision: str | None, patterns: list[str]
             raise CheckpointError(f"{here} nor in the Hugging Face cache, and HF_HUB_OFFLINE forbids to fetch it")
         return cached
     unreachable = CheckpointError(
-        f"{here} and huggingface.co cannot be reached: check the network, or give a folder or a .gguf file"
+        f"{here} and {constants.ENDPOINT} cannot be reached: check the network, or give a folder or a .gguf file"
     )
     try:
         # One request without retries tells at once whether there is a network.
@@ -197,7 +197,10 @@ def _download(name: str, *, what: str, revision: str | None, patterns: list[str]
         raise CheckpointError(
             f"{here} and no model of Hugging Face: check the name (a private one needs HF_TOKEN)"
         ) from None
-    except (httpx.TransportError, LocalEntryNotFoundError, HfHubHTTPError):
+    except HfHubHTTPError as error:
+        answer = f"{constants.ENDPOINT} answered {error.response.status_code}"
+        raise CheckpointError(f"{what} {name!r} cannot be fetched: {answer}; try again or give a folder") from None
+    except (httpx.TransportError, LocalEntryNotFoundError):
         if cached is not None:
             return cached
         raise unreachable from None

@@ -16,7 +16,7 @@ from .chat_template import ChatTemplate
 from .checkpoint_config import eos_token_ids, gguf_eos_token_ids, read_json
 from .errors import CheckpointError, InvalidRequest
 from .gguf_file import read_gguf_header
-from .gguf_tokenizer import build_gguf_tokenizer, template_processor
+from .gguf_tokenizer import build_gguf_tokenizer
 from .model_source import ModelSource
 from .token_spelling import make_spelling
 
@@ -72,8 +72,10 @@ class Tokenizer:
         """With `add_special_tokens` as the model wants raw text to begin and end (BOS), else nothing is added."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:
-            raise InvalidRequest("The text holds half of a surrogate pair, which is not a character.") from None
+        except TypeError:  # what the library raises for text that is not Unicode
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise InvalidRequest("The text holds half of a surrogate pair, which is not a character.") from None
+            raise
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Bytes that are not UTF-8 become replacement marks; ids without a token have no text."""
@@ -163,6 +165,7 @@ def _load_gguf(cls: type[Tokenizer], path: Path, given: dict[str, str] | None) -
 
 
 def _load_folder(cls: type[Tokenizer], folder: Path, given: dict[str, str] | None) -> Tokenizer:
+    """What is added to raw text stands in tokenizer.json; like transformers, ignore add_bos_token beside it."""
     file = folder / "tokenizer.json"
     try:
         backend = Backend.from_file(str(file))
@@ -174,17 +177,9 @@ def _load_folder(cls: type[Tokenizer], folder: Path, given: dict[str, str] | Non
     ids = {name: backend.token_to_id(token) for name, token in special.items()}
     model = read_json(folder / "config.json")
     ends = [*eos_token_ids(folder, model), ids.get("eos_token")]
-    bos_token_id = ids.get("bos_token")
-    if "add_bos_token" in config or "add_eos_token" in config:  # these flags outweigh tokenizer.json
-        backend.post_processor = template_processor(
-            *(
-                (special[name], ids[name]) if config.get(f"add_{name}") and ids.get(name) is not None else None
-                for name in ("bos_token", "eos_token")
-            )
-        )
     return cls(
         backend,
-        bos_token_id=bos_token_id,
+        bos_token_id=ids.get("bos_token"),
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         special_tokens=special,
         templates=_templates(folder, config) if given is None else given,
