@@ -32,6 +32,10 @@ class ApiCases:
 
     num_dropped: ClassVar[int] = 48
     """Connections that P04 abandons."""
+    num_neighbours: ClassVar[int] = 12
+    """Requests that P01 sends at once."""
+    stop_distance: ClassVar[int] = 11
+    """Characters between the places where P02 cuts its stop strings."""
 
     # ---- streams
 
@@ -45,7 +49,7 @@ class ApiCases:
 
         for prompt in PROMPTS:
             check(prompt)
-        at_once([lambda prompt=prompt: check(prompt) for prompt in PROMPTS * 4])
+        at_once([lambda prompt=prompt: check(prompt) for prompt in PROMPTS * (self.num_neighbours // 3)])
 
     def test_p02_stop_strings_never_leak(self, server: Server) -> None:
         prompt, greedy = "Count upward in words: one, two, three,", {"max_tokens": 40, "temperature": 0}
@@ -68,7 +72,9 @@ class ApiCases:
             tokens = server.ok("/tokenize", prompt=wanted + stop, add_special_tokens=False)["count"]
             assert 1 <= whole["usage"]["completion_tokens"] <= max(40, tokens)
 
-        spots = [(start, length) for start in range(4, len(reference) - 20, 11) for length in (2, 7, 16)]
+        spots = [
+            (start, length) for start in range(4, len(reference) - 20, self.stop_distance) for length in (2, 7, 16)
+        ]
         for first in range(0, len(spots), 8):
             at_once([lambda spot=spot: check(*spot) for spot in spots[first : first + 8]])
 

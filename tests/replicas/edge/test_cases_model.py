@@ -33,6 +33,8 @@ def server() -> Iterator[Server]:
 
 class TestDemoModel(ApiCases):
     num_dropped = 32
+    num_neighbours = 3
+    stop_distance = 50
 
 
 def body_of(golden: dict[str, Any]) -> tuple[str, dict[str, Any]]:
