@@ -6,10 +6,11 @@ Nothing heavy is imported before a command runs, so that `manta --help` answers 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from .bench_cli import Overrides, bench_app, eval_app
 
 if TYPE_CHECKING:
     from .chat import ServerClient
@@ -27,26 +28,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(help="Measure kernels, the engine or a running server.", no_args_is_help=True)
-eval_app = typer.Typer(help="Measure a model's quality.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Override a field, e.g. --set block_size=32. May be repeated."),
-]
 Target = Annotated[
     str | None,
     typer.Argument(help="Known name, folder, Hugging Face id, GGUF file or YAML file. Default: smollm2-135m."),
 ]
-Model = Annotated[str, typer.Option("--model", help="Known name, folder, Hugging Face id, GGUF or YAML file.")]
 Url = Annotated[str | None, typer.Option("--url", help="Address of the server; default: $MANTA_URL or port 8000 here.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="Bearer token; default: $MANTA_API_KEY.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the results as PNG (needs matplotlib).")
-]
 
 
 def main() -> NoReturn:

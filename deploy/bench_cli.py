@@ -1,0 +1,172 @@
+"""The commands `manta bench ...` and `manta eval ...`: their options; bench/ measures and is imported when they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from manta.engine.config import EngineConfig
+
+T = TypeVar("T", int, float)
+
+bench_app = typer.Typer(help="Measure kernels, the engine or a running server.", no_args_is_help=True)
+eval_app = typer.Typer(help="Measure a model's quality.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option("--model", help="Known name, folder, Hugging Face id, GGUF or YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Override a field, e.g. --set block_size=32. May be repeated."),
+]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the results as PNG (needs matplotlib).")
+]
+
+
+@bench_app.command("kernels")
+def kernels_command(json: Json = None) -> None:
+    """Time each kernel beside its floor and a library. Needs a CUDA GPU."""
+    from manta.bench import kernels
+
+    kernels.run(json)
+
+
+@bench_app.command("engine")
+def engine_command(
+    model: Model = "smollm2-135m",
+    workloads: Annotated[str, typer.Option(help="Of decode, prefill, d1, d2, prefix.")] = "decode,prefill,d1,d2,prefix",
+    batch_sizes: Annotated[str | None, typer.Option(metavar="N,N,...", help="Of decode.")] = None,
+    prefill_lens: Annotated[str | None, typer.Option(metavar="N,N,...", help="Prompt lengths, tokens.")] = None,
+    num_requests: Annotated[int | None, typer.Option(help="At most so many in d1, d2 and prefix.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repetitions of each setting.")] = None,
+    overrides: Overrides = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Measure an engine in this process: decode, prefill and mixed workloads."""
+    config = _engine_config(model, overrides)
+
+    from manta.bench import engine
+
+    engine.run(
+        config,
+        workloads=[name.strip() for name in workloads.split(",") if name.strip()],
+        batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
+        prefill_lens=_numbers("--prefill-lens", prefill_lens, int),
+        num_requests=num_requests,
+        repeats=repeats,
+        json_path=json,
+        plot_path=plot,
+        console=_console(),
+    )
+
+
+@bench_app.command("serving")
+def serving_command(
+    url: Annotated[str | None, typer.Option("--url", help="Address of the server; default: $MANTA_URL.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Bearer token; default: $MANTA_API_KEY.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Served model; default: the first one.")] = None,
+    rates: Annotated[str | None, typer.Option(metavar="N,N,...", help="Open loop: requests a second.")] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Closed loop: requests in flight (default 1,2,4,8).")
+    ] = None,
+    knee: Annotated[bool, typer.Option("--knee", help="Search the largest rate that keeps --slo at p95.")] = False,
+    slo: Annotated[str | None, typer.Option(metavar="ttft=S,tpot=S", help="Limits, seconds; gives goodput.")] = None,
+    prompt_lens: Annotated[str | None, typer.Option(help="512, uniform:128:1024 or lognormal:220:1.0:4:2000.")] = None,
+    output_lens: Annotated[str | None, typer.Option(help="The same for the answers.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Lengths (and times) from a trace: a file or a name.")] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, constant or trace.")] = "poisson",
+    duration: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.")] = 30.0,
+    num_requests: Annotated[int | None, typer.Option(help="Requests at each setting.")] = None,
+    seed: Annotated[int, typer.Option()] = 0,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Load a running server over HTTP: a sweep over rates or concurrencies."""
+    from manta.engine.errors import ConfigError
+
+    from .settings import Settings
+
+    settings = Settings.from_environment()
+    if arrivals not in ("poisson", "constant", "trace"):
+        raise ConfigError(f"--arrivals {arrivals!r}: must be poisson, constant or trace", field="arrivals")
+    open_rates = _numbers("--rates", rates, float)
+    in_flight = _numbers("--concurrency", concurrency, int)
+
+    from manta.bench import serving
+
+    defaults = serving.Requests()
+    serving.run(
+        (url or settings.url).rstrip("/").removesuffix("/v1"),
+        model=model,
+        api_key=api_key or settings.api_key,
+        rates=open_rates,
+        concurrency=in_flight,
+        knee=knee,
+        slo=slo,
+        requests=serving.Requests(
+            prompt_lens=prompt_lens or defaults.prompt_lens,
+            output_lens=output_lens or defaults.output_lens,
+            trace=trace,
+            arrivals=arrivals,
+            duration_s=duration,
+            num_requests=num_requests,
+            seed=seed,
+        ),
+        json_path=json,
+        plot_path=plot,
+        console=_console(),
+    )
+
+
+@eval_app.command("perplexity")
+def perplexity_command(
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Plain text, .gz allowed.")],
+    model: Model = "smollm2-135m",
+    max_tokens: Annotated[int | None, typer.Option(help="Only the first so many tokens.")] = None,
+    window: Annotated[int, typer.Option(help="Tokens of context at most.")] = 1024,
+    stride: Annotated[int, typer.Option(help="Tokens by which the window moves.")] = 512,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Perplexity of a text."""
+    config = _engine_config(model, overrides)
+
+    from manta.bench import perplexity
+
+    perplexity.run(
+        config, text, max_tokens=max_tokens, window=window, stride=stride, json_path=json, console=_console()
+    )
+
+
+def _engine_config(model: str, overrides: list[str] | None) -> EngineConfig:
+    from .checks import locate_model
+    from .config import load_config, parse_overrides
+    from .settings import Settings
+
+    config = load_config(model, parse_overrides(overrides or []))
+    return locate_model(config, Settings.from_environment().models_dir).engine
+
+
+def _numbers(option: str, text: str | None, kind: Callable[[str], T]) -> list[T] | None:
+    """`1,8,32` as numbers. Raises ConfigError."""
+    from manta.engine.errors import ConfigError
+
+    if text is None:
+        return None
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text!r}: write numbers with commas between, as in 1,8,32", field=option) from None
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=True)
