@@ -6,13 +6,15 @@ Knows no penalties and no requests. The order of tokens is by logit, highest fir
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from . import runtime
 from .runtime import jit
-from .sampling_search import NO_INDEX, key_of, pick, search_border, tail, value_of
+from .sampling_search import key_of, pick, scores, search_border, tail, value_of
 
 # splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) on wrapping signed 64-bit integers.
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -28,16 +30,34 @@ _PER_CHUNK = 64  # candidates a chunk may offer to the filter search; rows that 
 _KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
 
 
-def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One number in [0, 1) with 24 random bits per row, a pure function of (seed, position); both [rows] int64."""
+def random_base(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """64 random bits per row, a pure function of (seed, position); all [rows] int64."""
 
     def mix(z: torch.Tensor) -> torch.Tensor:
         z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
         z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
         return z ^ ((z >> 31) & ((1 << 33) - 1))
 
-    bits = mix(mix(seeds + _GAMMA) + positions * _GAMMA)
-    return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
+    return mix(mix(seeds + _GAMMA) + positions * _GAMMA)
+
+
+def random_bits_reference(base: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """32 random bits (as int64) for each token id, two rounds of a 32-bit mixer; `base` broadcasts against `ids`."""
+    mask = 0xFFFFFFFF
+    h = (ids * 0x9E3779B1 + (base & mask)) & mask
+    for key in ((base >> 32) & mask, None):
+        h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
+        h = ((h ^ (h >> 15)) * 0xD35A2D97) & mask
+        h = h ^ (h >> 15)
+        if key is not None:
+            h = h ^ key
+    return h
+
+
+def exponential_reference(base: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """An exponential variate (fp32) for each token id; minus its logarithm is Gumbel noise."""
+    v = (random_bits_reference(base, ids).float() + 0.5) * 2.0**-32
+    return torch.where(v < 1e-3, v * (1.0 + 0.5 * v), -(1.0 - v).clamp_min(2.0**-25).log())
 
 
 def sample_reference(
@@ -63,13 +83,13 @@ def sample_reference(
         kept = torch.where(_first_in_order(x, weights, top_k.long(), top_p.double()), weights, 0.0)
     if bool((min_p > 0).any()):
         kept = torch.where(weights >= min_p[:, None], kept, 0.0)
-    cumulative = kept.double().cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    target = uniform_reference(seeds[drawn], positions[drawn])[:, None].double() * total
-    # The first token whose cumulative weight passes the target; never one behind the last that has any weight.
-    ids = torch.searchsorted(cumulative, target, right=True)
-    last = torch.searchsorted(cumulative, total)
-    greedy_ids[drawn] = torch.minimum(ids, last).squeeze(1)
+    base = random_base(seeds[drawn], positions[drawn])
+    ids = torch.arange(x.shape[1], device=x.device)
+    for index, row in enumerate(drawn.tolist()):
+        # Few tokens are left where filters apply: noise is made for those alone.
+        left = kept[index].nonzero().squeeze(1) if bool((kept[index] == 0).any()) else ids
+        score = x[index, left] / temperature[row] - exponential_reference(base[index], left).log()
+        greedy_ids[row] = left[score.argmax()]
     return greedy_ids
 
 
@@ -112,10 +132,9 @@ def _mix(z):
 
 
 @jit
-def _uniform(seed, position):
-    """The bits of `uniform_reference`."""
-    bits = _mix(_mix(seed + _GAMMA_TL) + position * _GAMMA_TL)
-    return ((bits >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+def _base(seed, position):
+    """The bits of `random_base`."""
+    return _mix(_mix(seed + _GAMMA_TL) + position * _GAMMA_TL)
 
 
 @jit
@@ -125,12 +144,17 @@ def _chunk_kernel(
     chunk_max_ptr,
     chunk_id_ptr,
     chunk_sum_ptr,
+    chunk_score_ptr,
+    chunk_drawn_ptr,
+    seeds_ptr,
+    positions_ptr,
     logits_stride,
     vocab,
-    WITH_SUM: tl.constexpr,
+    DRAWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Largest logit of a chunk, its lowest id, and the chunk's sum of exp((x - largest) / temperature)."""
+    """Largest logit of a chunk and its lowest id; with DRAWS also the chunk's sum of exp((x - largest) / temperature),
+    its highest score and that one's id."""
     pid_row = tl.program_id(0)
     pid_chunk = tl.program_id(1)
     offs = pid_chunk * CHUNK + tl.arange(0, CHUNK)
@@ -140,9 +164,13 @@ def _chunk_kernel(
     place = pid_row * tl.num_programs(1) + pid_chunk
     tl.store(chunk_max_ptr + place, largest)
     tl.store(chunk_id_ptr + place, pid_chunk * CHUNK + index)
-    if WITH_SUM:
+    if DRAWS:
         temperature = tl.load(temperature_ptr + pid_row)
         if temperature > 0.0:
+            base = _base(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
+            score, drawn = tl.max(scores(x, offs, base, temperature), 0, return_indices=True)
+            tl.store(chunk_score_ptr + place, score)
+            tl.store(chunk_drawn_ptr + place, pid_chunk * CHUNK + drawn)
             # A chunk of nothing but -inf (forbidden tokens) has weight 0, not NaN.
             weights = tl.exp((x - tl.where(largest == float("-inf"), 0.0, largest)) / temperature)
             tl.store(chunk_sum_ptr + place, tl.sum(weights, 0))
@@ -224,6 +252,8 @@ def _draw_kernel(
     chunk_max_ptr,
     chunk_id_ptr,
     chunk_sum_ptr,
+    chunk_score_ptr,
+    chunk_drawn_ptr,
     candidate_ptr,
     candidate_id_ptr,
     chunk_count_ptr,
@@ -251,10 +281,6 @@ def _draw_kernel(
         tl.store(out_ptr + pid_row, tl.load(chunk_id_ptr + chunk_row + best_chunk).to(tl.int64))
         return
 
-    uniform = _uniform(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
-    sums = tl.load(chunk_sum_ptr + chunk_row + chunks, mask=mask_chunk, other=0.0)
-    sums = sums * tl.exp((maxima - row_max) / temperature)  # [chunks], weights relative to the row's maximum
-    total = tl.sum(sums, 0)
     row_ptr = logits_ptr + pid_row.to(tl.int64) * logits_stride
     p = tl.load(top_p_ptr + pid_row)
     min_p = tl.load(min_p_ptr + pid_row)
@@ -265,6 +291,10 @@ def _draw_kernel(
         is_filtered = pid_row < 0
 
     if is_filtered:
+        base = _base(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
+        sums = tl.load(chunk_sum_ptr + chunk_row + chunks, mask=mask_chunk, other=0.0)
+        sums = sums * tl.exp((maxima - row_max) / temperature)  # [chunks], weights relative to the row's maximum
+        total = tl.sum(sums, 0)
         source = row_ptr
         n = vocab
         uses_candidates = pid_row < 0
@@ -337,24 +367,15 @@ def _draw_kernel(
                     available = tl.minimum(available, quota_of_k)
                 needed = tl.ceil((wanted_mass - mass_high) / tl.exp((value_of(low) - row_max) / temperature))
                 quota = tl.where(available > 1, tl.minimum(tl.maximum(needed, 1.0), available).to(tl.int32), available)
-        index = pick(source, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK)
+        ids_ptr = candidate_id_ptr + pid_row.to(tl.int64) * num_chunks * PER_CHUNK
+        index = pick(source, ids_ptr, n, uses_candidates, base, low, high, quota, min_p, row_max, temperature, BLOCK)
         if uses_candidates:
-            index = tl.load(candidate_id_ptr + pid_row.to(tl.int64) * num_chunks * PER_CHUNK + index)
+            index = tl.load(ids_ptr + index)
         tl.store(out_ptr + pid_row, index.to(tl.int64))
     else:
-        target = uniform * total
-        reached = (tl.cumsum(sums, 0) > target) & (sums > 0.0)
-        chunk = tl.min(tl.where(reached, chunks, NO_INDEX), 0)
-        last_chunk = tl.max(tl.where(sums > 0.0, chunks, 0), 0)
-        chunk = tl.minimum(chunk, last_chunk)
-        before = tl.sum(tl.where(chunks < chunk, sums, 0.0), 0)
-        offs = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(row_ptr + offs, mask=offs < vocab, other=float("-inf")).to(tl.float32)
-        weights = tl.exp((x - row_max) / temperature)
-        passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
-        first = tl.min(tl.where(passes, offs, NO_INDEX), 0)
-        last = tl.max(tl.where(weights > 0.0, offs, 0), 0)
-        tl.store(out_ptr + pid_row, tl.minimum(first, last).to(tl.int64))
+        best = tl.load(chunk_score_ptr + chunk_row + chunks, mask=mask_chunk, other=float("-inf"))
+        _, chunk = tl.max(best, 0, return_indices=True)
+        tl.store(out_ptr + pid_row, tl.load(chunk_drawn_ptr + chunk_row + chunk).to(tl.int64))
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -364,36 +385,54 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     num_rows = logits.shape[0]
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        chunk_max, chunk_id, _ = _chunk_stats(logits, None)
-        num_chunks = chunk_max.shape[1]
+        stats = _chunk_stats(logits)
+        num_chunks = stats.largest.shape[1]
         block_chunks = triton.next_power_of_2(num_chunks)
-        _argmax_kernel[(num_rows,)](chunk_max, chunk_id, out, num_chunks, BLOCK_CHUNKS=block_chunks, num_warps=1)
+        _argmax_kernel[(num_rows,)](stats.largest, stats.ids, out, num_chunks, BLOCK_CHUNKS=block_chunks, num_warps=1)
     return out
 
 
+class _ChunkStats(NamedTuple):
+    """One entry a row and chunk, [rows, chunks]; the last three only where something is drawn."""
+
+    largest: torch.Tensor
+    ids: torch.Tensor
+    sums: torch.Tensor | None
+    scores: torch.Tensor | None
+    drawn: torch.Tensor | None
+
+
 def _chunk_stats(
-    logits: torch.Tensor, temperature: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Maximum, id of the maximum and sum of weights of each chunk, [rows, chunks]; no sums without temperatures."""
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> _ChunkStats:
     num_rows, vocab = logits.shape
     assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab, _CHUNK)
-    chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    chunk_id = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
-    chunk_sum = torch.empty_like(chunk_max)
+    largest = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    draws = temperature is not None
+    sums, best = (torch.empty_like(largest), torch.empty_like(largest)) if draws else (None, None)
+    drawn = torch.empty_like(ids) if draws else None
     _chunk_kernel[(num_rows, num_chunks)](
         logits,
         temperature,
-        chunk_max,
-        chunk_id,
-        chunk_sum,
+        largest,
+        ids,
+        sums,
+        best,
+        drawn,
+        seeds,
+        positions,
         logits.stride(0),
         vocab,
-        WITH_SUM=temperature is not None,
+        DRAWS=draws,
         CHUNK=_CHUNK,
         num_warps=4,
     )
-    return chunk_max, chunk_id, chunk_sum
+    return _ChunkStats(largest, ids, sums, best, drawn)
 
 
 def sample(
@@ -412,9 +451,10 @@ def sample(
 
     Per row: `temperature` fp32 (0: the largest logit, the lowest id among equals), `top_k` int32 (0: off, 1: as
     temperature 0), then `top_p` fp32 of what top_k left (1: off), then `min_p` fp32 as a share of the largest
-    probability (0: off). Among equal logits top_k and top_p keep the lowest ids; min_p keeps or drops all. The draw
-    inverts the cumulative distribution, in order of token id, at a uniform number made of `seeds` and `positions`
-    (int64), so a row's result depends on nothing but the row. Logits may be -inf, not NaN.
+    probability (0: off). Among equal logits top_k and top_p keep the lowest ids; min_p keeps or drops all. The draw is
+    the largest of logit / temperature plus Gumbel noise, the noise a function of `seeds`, `positions` (int64) and the
+    token id: a row's result depends on nothing but the row, and rounding changes it only where two tokens' sums are
+    equal within rounding (a draw by cumulative sums would move at every border). Logits may be -inf, not NaN.
 
     `all_greedy` and `need_filter` (some row has top_k, top_p or min_p) say which kernels run; they must be true to
     the rows.
@@ -427,21 +467,21 @@ def sample(
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    chunk_max, chunk_id, chunk_sum = _chunk_stats(logits, temperature)
-    num_chunks = chunk_max.shape[1]
+    stats = _chunk_stats(logits, temperature, seeds, positions)
+    num_chunks = stats.largest.shape[1]
     block_chunks = triton.next_power_of_2(num_chunks)
     # Without filters the draw never reads the candidates.
     num_slots = num_chunks * _PER_CHUNK if need_filter else 1
     candidates = torch.empty((num_rows, num_slots), dtype=logits.dtype, device=logits.device)
     candidate_ids = torch.empty((num_rows, num_slots), dtype=torch.int32, device=logits.device)
-    chunk_count = torch.empty_like(chunk_id)
+    chunk_count = torch.empty_like(stats.ids)
     floor = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if need_filter:
         _candidate_kernel[(num_rows, num_chunks)](
             logits,
             temperature,
             top_k,
-            chunk_max,
+            stats.largest,
             candidates,
             candidate_ids,
             chunk_count,
@@ -462,9 +502,11 @@ def sample(
         min_p,
         seeds,
         positions,
-        chunk_max,
-        chunk_id,
-        chunk_sum,
+        stats.largest,
+        stats.ids,
+        stats.sums,
+        stats.scores,
+        stats.drawn,
         candidates,
         candidate_ids,
         chunk_count,
@@ -477,7 +519,7 @@ def sample(
         CHUNK=_CHUNK,
         PER_CHUNK=_PER_CHUNK,
         BLOCK_CHUNKS=block_chunks,
-        BLOCK=4096,
+        BLOCK=2048,
         num_warps=8,
     )
     return out

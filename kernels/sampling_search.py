@@ -10,8 +10,6 @@ import triton.language as tl
 
 from .runtime import jit
 
-NO_INDEX = tl.constexpr(2147483647)
-
 
 @jit
 def key_of(x):
@@ -23,6 +21,25 @@ def key_of(x):
 @jit
 def value_of(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def scores(x, ids, base, temperature):
+    """Logit over temperature plus Gumbel noise, a pure function of the row's random base and the token id.
+
+    The largest one is a draw from the softmax (Gumbel-max trick, Maddison et al. 2014, arXiv:1411.0030).
+    """
+    h = ids.to(tl.uint32) * 0x9E3779B1 + (base & 0xFFFFFFFF).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x21F0AAAD
+    h = (h ^ (h >> 15)) * 0xD35A2D97
+    h = h ^ (h >> 15) ^ ((base >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x21F0AAAD
+    h = (h ^ (h >> 15)) * 0xD35A2D97
+    h = h ^ (h >> 15)
+    # An exponential variate, -log(1 - v); small ones, which win, keep all 32 bits.
+    v = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    exponential = tl.where(v < 1e-3, v * (1.0 + 0.5 * v), -tl.log(tl.maximum(1.0 - v, 2.9802322387695312e-08)))
+    return x / temperature - tl.log(exponential)
 
 
 @jit
@@ -85,28 +102,20 @@ def kept_weights(x_ptr, offs, n, low, high, quota, ties_before, min_p, row_max, 
 
 
 @jit
-def pick(x_ptr, n, uniform, low, high, quota, min_p, row_max, temperature, BLOCK: tl.constexpr):
-    """Index of the first logit whose cumulative kept weight passes `uniform` of the whole."""
-    total = row_max * 0.0
+def pick(x_ptr, ids_ptr, n, HAS_IDS, base, low, high, quota, min_p, row_max, temperature, BLOCK: tl.constexpr):
+    """Place of the kept logit with the highest score (see `scores`); `ids_ptr` holds token ids where HAS_IDS."""
+    best = row_max * 0.0 + float("-inf")
+    picked = quota * 0
     ties = quota * 0
     for start in range(0, n, BLOCK):
-        weights, ties = kept_weights(
-            x_ptr, start + tl.arange(0, BLOCK), n, low, high, quota, ties, min_p, row_max, temperature
-        )
-        total += tl.sum(weights, 0)
-    target = uniform * total
-    before = total * 0.0
-    ties = quota * 0
-    picked = quota * 0 + NO_INDEX
-    last = quota * 0
-    start = quota * 0
-    while (start < n) & (picked == NO_INDEX):
         offs = start + tl.arange(0, BLOCK)
         weights, ties = kept_weights(x_ptr, offs, n, low, high, quota, ties, min_p, row_max, temperature)
-        passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
-        picked = tl.min(tl.where(passes, offs, NO_INDEX), 0)
-        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, offs, 0), 0))
-        before += tl.sum(weights, 0)
-        start += BLOCK
-    # Rounding may leave every sum at or below the target: then the last logit with any weight.
-    return tl.where(picked == NO_INDEX, last, picked)
+        x = tl.load(x_ptr + offs, mask=offs < n, other=float("-inf")).to(tl.float32)
+        ids = offs
+        if HAS_IDS:
+            ids = tl.load(ids_ptr + offs, mask=offs < n, other=0)
+        candidates = tl.where(weights > 0.0, scores(x, ids, base, temperature), float("-inf"))
+        score, place = tl.max(candidates, 0, return_indices=True)
+        picked = tl.where(score > best, start + place, picked)
+        best = tl.maximum(best, score)
+    return picked

@@ -102,7 +102,14 @@ def small_configs() -> list[Config]:
     """Everything but attention, at the shapes of Llama-3.1-8B."""
     chunks = {"vocab": "i32", "num_chunks": "i32", "logits_stride": "i32", "logits_ptr": "*{dtype}"}
     chunks |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "chunk_max_ptr", "floor_ptr"), "*fp32")
-    chunks |= {"chunk_sum_ptr": "*fp32", "candidate_ptr": "*{dtype}", "top_k_ptr": "*i32", "out_ptr": "*i64"}
+    chunks |= {
+        "chunk_sum_ptr": "*fp32",
+        "chunk_score_ptr": "*fp32",
+        "chunk_drawn_ptr": "*i32",
+        "candidate_ptr": "*{dtype}",
+        "top_k_ptr": "*i32",
+        "out_ptr": "*i64",
+    }
     chunks |= dict.fromkeys(("chunk_id_ptr", "candidate_id_ptr", "chunk_count_ptr"), "*i32")
     chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64"}
 
@@ -148,12 +155,12 @@ def small_configs() -> list[Config]:
             {"HEAD_DIM": 128, "SPLITS": 16, "BLOCK_D": 128}, num_warps=1,
         ),
         sampling_config(
-            "chunk", sampling._chunk_kernel, 4, {"WITH_SUM": True, "CHUNK": sampling._CHUNK}
+            "chunk", sampling._chunk_kernel, 4, {"DRAWS": True, "CHUNK": sampling._CHUNK}
         ),
         sampling_config("argmax", sampling._argmax_kernel, 1, {"BLOCK_CHUNKS": 64}),
         sampling_config("candidates", sampling._candidate_kernel, 4, sizes),
-        sampling_config("draw", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": False, "BLOCK": 4096}),
-        sampling_config("draw-filtered", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": True, "BLOCK": 4096}),
+        sampling_config("draw", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": False, "BLOCK": 2048}),
+        sampling_config("draw-filtered", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": True, "BLOCK": 2048}),
     ]  # fmt: skip
 
 
