@@ -104,14 +104,16 @@ class _Answer:
         # The token that ends an answer is not part of its text.
         is_end = delta.stop_token_id is not None
         output.text += self._text.push(delta.token_ids[:-1] if is_end else delta.token_ids)
+        ended = delta.finish_reason is not None
+        if ended and self._text.stopped_by is None:
+            output.text += self._text.finish()
         if self._text.stopped_by is not None:
             del output.token_ids[self._text.num_tokens_used :]
             if output.logprobs is not None:
                 del output.logprobs[self._text.num_tokens_used :]
             output.finish_reason, output.stop_reason = FinishReason.STOP, self._text.stopped_by
-            return delta.finish_reason is None
-        if delta.finish_reason is not None:
-            output.text += self._text.finish()
+            return not ended
+        if ended:
             output.finish_reason = delta.finish_reason
             if is_end and delta.stop_token_id not in eos_token_ids:
                 output.stop_reason = delta.stop_token_id
