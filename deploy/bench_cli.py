@@ -125,6 +125,43 @@ def serving_command(
     )
 
 
+@bench_app.command("reference")
+def reference_command(
+    model: Model = "smollm2-135m",
+    repeats: Annotated[int, typer.Option(help="Repetitions of each measurement.")] = 5,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Compare the engine with transformers' generate in this process: decode, prefill, concurrency."""
+    config = _engine_config(model, overrides)
+
+    from manta.bench import reference
+
+    reference.run(config, sizes=reference.Sizes(repeats=repeats), json_path=json, console=_console())
+
+
+@bench_app.command("overhead")
+def overhead_command(
+    model: Model = "sim-h200",
+    proxies: Annotated[str, typer.Option(help="Of haproxy, serve.")] = "haproxy,serve",
+    streams: Annotated[int, typer.Option(help="At once.")] = 64,
+    json: Json = None,
+) -> None:
+    """What serving adds to a simulated engine: time to first token, lag and CPU per token, beside a bare server."""
+    config = _engine_config(model, None)
+
+    from manta.bench import overhead
+
+    overhead.run(
+        config,
+        target=model,
+        proxies=[name.strip() for name in proxies.split(",") if name.strip()],
+        sizes=overhead.Sizes(num_streams=streams),
+        json_path=json,
+        console=_console(),
+    )
+
+
 @eval_app.command("perplexity")
 def perplexity_command(
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Plain text, .gz allowed.")],
