@@ -1,0 +1,139 @@
+"""The in-process benchmark on a simulated device, and the form of its report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from manta.bench import engine
+from manta.bench.drive import HOST_BOUND_WAIT_S, drive, host_figures, start
+from manta.bench.report import Report, check_plot, write_json
+from manta.bench.workloads import Item, uniform
+from manta.deploy.config import load_engine_config
+from manta.engine.config import EngineConfig, with_overrides
+from manta.engine.errors import ConfigError, EngineFailed
+from manta.engine.stats import StepStats
+
+
+def simulated(**overrides: object) -> EngineConfig:
+    config = load_engine_config("sim-h200")
+    return with_overrides(config, {"device": "sim:2ms", "model.tokenizer": None, **overrides})
+
+
+def test_a_step_s_time_is_the_device_s() -> None:
+    core, figures = start(simulated())
+    try:
+        result = drive(core, uniform(4, 16, 20, vocab_size=2000, seed=1))
+    finally:
+        core.close()
+    assert figures["startup_total_s"] > 0
+    assert [len(record.token_ids) for record in result.records] == [20] * 4
+    assert result.decode_step_s == pytest.approx(2e-3, rel=0.2)
+    assert result.duration_s >= 20 * 2e-3
+    assert len(result.steps) == 20
+    for record in result.records:
+        assert record.ttft_s is not None
+        assert record.queue_s is not None
+        assert 0 <= record.queue_s <= record.ttft_s
+
+
+def test_items_wait_for_their_arrival_and_queue_time_is_seen() -> None:
+    core, _ = start(simulated(max_num_seqs=1))
+    try:
+        first, second, third = drive(core, [Item([1], 10), Item([2], 10), Item([3], 2, arrival_s=0.1)]).records
+    finally:
+        core.close()
+    assert first.queue_s is not None
+    assert second.queue_s is not None
+    assert third.queue_s is not None
+    assert first.queue_s < 5e-3
+    assert second.queue_s >= 9 * 2e-3
+    assert third.queue_s < 5e-3
+    assert third.due_s - first.due_s == pytest.approx(0.1)
+
+
+def test_a_request_that_cannot_run_ends_the_measurement() -> None:
+    core, _ = start(simulated(max_model_len=64))
+    try:
+        with pytest.raises(EngineFailed, match="refused"):
+            drive(core, [Item(list(range(100)), 10)])
+    finally:
+        core.close()
+
+
+def test_every_workload_and_the_report(tmp_path: Path) -> None:
+    report = engine.run(
+        simulated(max_num_batched_tokens=2048),
+        batch_sizes=[1, 3, 10_000],
+        prefill_lens=[256, 100_000],
+        num_requests=3,
+        repeats=1,
+        json_path=tmp_path / "deep" / "out.json",
+        plot_path=tmp_path / "out.png",
+    )
+    tree = json.loads((tmp_path / "deep" / "out.json").read_text())
+    assert set(tree) == {"bench", "figures", "model", "workload", "environment", "details"}
+    assert tree["bench"] == "engine"
+    assert all(isinstance(value, float) and math.isfinite(value) for value in tree["figures"].values())
+    for name in (
+        "decode_batch_1_tpot_ms",
+        "decode_batch_3_output_tokens_per_s",
+        "decode_batch_3_host_per_step_median_us",
+        "prefill_256_ttft_ms",
+        "d1_total_tokens_per_s",
+        "d1_queue_p95_ms",
+        "d2_requests_per_s",
+        "d2_steps",
+        "prefix_warm_s",
+        "startup_total_s",
+        "host_memory_peak_gib",
+    ):
+        assert tree["figures"][name] > 0, name
+    assert report.figures["decode_batch_3_tpot_ms"] == pytest.approx(2.0, rel=0.2)
+    assert [text.split(":")[0] for text in tree["details"]["skipped"]] == ["decode_batch_10000", "prefill_100000"]
+    assert {"command", "commit", "cpu", "python", "torch", "ray"} <= set(tree["environment"])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_requests_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="unknown workload 'dcode'"):
+        engine.run(EngineConfig(), workloads=["decode", "dcode"])
+    with pytest.raises(ConfigError, match="at least 1"):
+        engine.run(simulated(), workloads=["decode"], batch_sizes=[0])
+
+
+def test_host_bound_steps_are_counted() -> None:
+    def step(wait_s: float) -> StepStats:
+        return StepStats(
+            step_id=0,
+            num_prefill_tokens=0,
+            num_decode_seqs=1,
+            num_context_tokens=1,
+            schedule_s=1e-5,
+            launch_s=2e-5,
+            wait_s=wait_s,
+            update_s=3e-5,
+        )
+
+    figures = host_figures([step(0.0), step(HOST_BOUND_WAIT_S * 2), step(1.0), step(2.0)], "x_")
+    assert figures["x_host_per_step_median_us"] == pytest.approx(60)
+    assert figures["x_host_bound_steps_percent"] == 25
+    assert host_figures([], "x_") == {}
+
+
+def test_a_figure_that_is_no_number_never_reaches_a_file() -> None:
+    report = Report("x", model={}, workload={}, figures={"a_ms": math.nan})
+    with pytest.raises(AssertionError, match="a_ms"):
+        report.tree()
+
+
+def test_what_cannot_be_written_or_drawn_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write the results"):
+        write_json(tmp_path / "file" / "x.json", {})
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'manta-llm\[plot\]'"):
+        check_plot()
