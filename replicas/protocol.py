@@ -1,6 +1,6 @@
 """The messages between edges and engine cores, and nothing about how they travel (see channel.py).
 
-Up (edge to engine): Hello, Submit, Cancel, Drain. Down (engine to edge): Welcome, Frame.
+Up (edge to engine): Hello, Submit, Cancel, Drain. Down (engine to edge): Welcome, Rejected, Frame.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ PROTOCOL_VERSION = 1
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
-    """First message of an edge; answered by a Welcome at once."""
+    """First message of an edge; answered by a Welcome at once, or by Rejected."""
 
     edge_id: str
     version: int = PROTOCOL_VERSION
+    watches_ends: bool = False
+    """A watcher submits nothing; its frames name every request that ended."""
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
@@ -44,6 +46,13 @@ class Welcome(msgspec.Struct, tag=True, kw_only=True):
     snapshot: Snapshot
 
 
+class Rejected(msgspec.Struct, tag=True, kw_only=True):
+    """The engine does not talk to this edge."""
+
+    message: str
+    version: int = PROTOCOL_VERSION
+
+
 class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """At most one a step and edge; without deltas it is the heartbeat."""
 
@@ -53,6 +62,8 @@ class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     snapshot: Snapshot | None = None
     cache_events: CacheEvents | None = None
     draining: bool = False
+    ended: list[str] = []
+    """For watchers: ids of requests that finished, were cancelled or were refused."""
 
 
-Down = Welcome | Frame
+Down = Welcome | Rejected | Frame

@@ -1,0 +1,63 @@
+"""What both ends of the channel share: keys, address, codec, socket options. Knows no request and no engine.
+
+One authenticated ZeroMQ connection joins each pair of edge and engine core: a DEALER in the edge (channel_client.py), a
+ROUTER in the engine's process (channel_server.py). It is encrypted with CURVE; the server takes only the one client key
+of its cluster. ZMTP heartbeats find a dead or frozen process; the age of the last frame finds a stuck loop.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+from .protocol import Down, Up
+
+FRAME_INTERVAL_S = 0.5
+"""An engine sends every edge a frame at least so often."""
+STALL_S = 5.0
+"""An edge that takes no frame for so long is given up and its requests are cancelled."""
+MAX_UNSENT_FRAMES = 512
+"""Frames that may wait in the sockets for one edge."""
+
+_PING_INTERVAL_MS = 500
+_PING_TIMEOUT_MS = 1500
+
+
+class ChannelLost(Exception):
+    """The other end is dead, hung, unreachable or refuses to talk. The message says which."""
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair, Z85-encoded."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        """A random pair."""
+        return cls(*zmq.curve_keypair())
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public.decode()})"
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where an engine core listens, and the public key by which it is known."""
+
+    url: str
+    server_key: bytes
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_up = msgspec.msgpack.Decoder(Up).decode
+decode_down = msgspec.msgpack.Decoder(Down).decode
+
+
+def set_common_options(socket: zmq.Socket[bytes]) -> None:
+    """Heartbeats, no lingering at close; for either end."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PING_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, _PING_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -1,0 +1,247 @@
+"""The edge's end of the channel: one DEALER on an asyncio loop. Knows no choice of replica and no HTTP.
+
+A frame is handed to all its streams in one go, without a task a token. A client that lost its engine stays lost: make a
+new one. All methods belong to the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from manta.engine.request import EngineRequest, Refusal, RequestDelta
+from manta.engine.stats import EngineInfo, Snapshot
+
+from .channel import Address, ChannelLost, KeyPair, decode_down, encode, set_common_options
+from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Up, Welcome
+
+MAX_UNSENT_MESSAGES = 65536
+HANG_S = 10.0
+"""An engine on an accelerator that sends no frame for so long hangs."""
+CPU_HANG_S = 60.0
+"""The same on a CPU, where one step may take many seconds."""
+
+Item = RequestDelta | Refusal | ChannelLost
+
+_ENDS = {
+    zmq.EVENT_DISCONNECTED: "the engine's process ended or froze",
+    zmq.EVENT_CLOSED: "the engine's port is closed",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the engine does not accept this edge's key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake with the engine failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what listens at the engine's address is no engine",
+}
+
+
+class ReplyStream:
+    """What an engine says about one request, in order."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> RequestDelta | Refusal:
+        """The next delta or the refusal. Raises ChannelLost when no more can come."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, ChannelLost):
+            raise item
+        return item
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ChannelClient:
+    """One engine core as an edge sees it. `connect` once; `close` at the end."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        edge_id: str,
+        keys: KeyPair,
+        watches_ends: bool = False,
+        version: int = PROTOCOL_VERSION,
+        hang_s: float | None = None,
+        on_frame: Callable[[Frame], None] = lambda frame: None,
+    ) -> None:
+        """`keys` are the cluster's client keys. `hang_s`: age of the last frame that means a hang (by device)."""
+        self._hello = Hello(edge_id=edge_id, version=version, watches_ends=watches_ends)
+        self._hang_s = hang_s
+        self._on_frame = on_frame
+        self._streams: dict[str, ReplyStream] = {}
+        self._info: EngineInfo | None = None
+        self.snapshot = Snapshot()
+        self.is_draining = False
+        self.num_frames = 0
+        self.last_frame_at_s = time.monotonic()
+        self.lost: ChannelLost | None = None
+        self._loop = asyncio.get_running_loop()
+        self._welcomed: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        context = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        set_common_options(self._socket)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address.url))
+        self._socket.curve_serverkey = address.server_key
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_secretkey = keys.secret
+        events = 0
+        for event in _ENDS:
+            events |= event
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._fds = (cast(int, self._socket.FD), cast(int, self._monitor.FD))
+        self._loop.add_reader(self._fds[0], self._read)
+        self._loop.add_reader(self._fds[1], self._read_monitor)
+        self._socket.connect(address.url)
+        self._send(self._hello)
+        self._loop.call_soon(self._read_monitor)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Known once connected."""
+        assert self._info is not None
+        return self._info
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def last_frame_age_s(self) -> float:
+        return time.monotonic() - self.last_frame_at_s
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait for the engine's Welcome. Raises ChannelLost; the client is closed then."""
+        await asyncio.wait((self._welcomed, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self.lost is None and not self._welcomed.done():
+            self._lose(f"the engine did not answer within {timeout_s:g} s")
+        if self.lost is not None:
+            raise self.lost
+
+    async def wait_lost(self) -> None:
+        """Until the engine is lost or this client is closed."""
+        await asyncio.shield(self._ended)
+
+    def submit(self, request: EngineRequest) -> ReplyStream:
+        """Send a request. Its stream must be given back by `finish`."""
+        stream = self._streams[request.request_id] = ReplyStream()
+        if self.lost is not None:
+            stream.put(self.lost)
+        else:
+            self._send(Submit(request=request))
+        return stream
+
+    def finish(self, request_id: str, *, cancel: bool) -> None:
+        """Forget a request's stream; with `cancel` the engine forgets the request too."""
+        if self._streams.pop(request_id, None) is not None and cancel and self.lost is None:
+            self._send(Cancel(request_id=request_id))
+
+    def drain(self) -> None:
+        """Tell the engine that its replica is leaving."""
+        self.is_draining = True
+        if self.lost is None:
+            self._send(Drain())
+
+    def close(self) -> None:
+        """Leave; the engine cancels what still runs for this edge."""
+        self._lose("the channel was closed")
+
+    def _send(self, message: Up) -> None:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._loop.call_soon(self._lose, "the engine takes no messages")
+            return
+        # Sending may have swallowed the edge-triggered signal of a frame that arrived meanwhile.
+        if cast(int, self._socket.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        while self.lost is None:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        message = decode_down(data)
+        self.last_frame_at_s = time.monotonic()
+        if isinstance(message, Frame):
+            self._take_frame(message)
+        elif isinstance(message, Welcome):
+            self._info, self.snapshot = message.info, message.snapshot
+            if self._hang_s is None:
+                self._hang_s = CPU_HANG_S if message.info.device == "cpu" else HANG_S
+            self._check_age()
+            if not self._welcomed.done():
+                self._welcomed.set_result(None)
+        else:
+            assert isinstance(message, Rejected)
+            self._lose(message.message)
+
+    def _take_frame(self, frame: Frame) -> None:
+        self.num_frames += 1
+        self.is_draining = self.is_draining or frame.draining
+        if frame.snapshot is not None:
+            self.snapshot = frame.snapshot
+        streams = self._streams
+        for delta in frame.deltas:
+            if (stream := streams.get(delta.request_id)) is not None:
+                stream.put(delta)
+        for refusal in frame.refusals:
+            if (stream := streams.get(refusal.request_id)) is not None:
+                stream.put(refusal)
+        self._on_frame(frame)
+
+    def _read_monitor(self) -> None:
+        while self.lost is None:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._read()  # what arrived before the end still counts
+            self._lose(_ENDS[zmq.Event(event["event"])])
+
+    def _check_age(self) -> None:
+        assert self._hang_s is not None
+        self._read()  # frames that wait here because this loop was busy are no sign of a hang
+        if self.lost is not None:
+            return
+        age_s = self.last_frame_age_s
+        if age_s > self._hang_s:
+            return self._lose(f"the engine hangs: no frame for {age_s:.1f} s")
+        self._timer = self._loop.call_later(min(0.5, self._hang_s / 4), self._check_age)
+
+    def _lose(self, why: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = ChannelLost(why)
+        if self._timer is not None:
+            self._timer.cancel()
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        for stream in self._streams.values():
+            stream.put(self.lost)
+        if not self._ended.done():
+            self._ended.set_result(None)

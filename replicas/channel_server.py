@@ -1,0 +1,257 @@
+"""The engine's end of the channel: one ROUTER, owned by the thread of the step loop. Knows no engine and no Ray.
+
+The loop calls `receive` and `publish` in turn. Nothing here blocks on an edge: what a slow one cannot take is kept for
+its next frame, and an edge that is gone, or takes nothing for STALL_S, turns into cancellations of its requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+from manta.engine.prefix_cache import CacheEvents
+from manta.engine.request import Refusal, RequestDelta
+from manta.engine.stats import EngineInfo, Snapshot
+
+from .channel import (
+    FRAME_INTERVAL_S,
+    MAX_UNSENT_FRAMES,
+    STALL_S,
+    Address,
+    KeyPair,
+    decode_up,
+    encode,
+    set_common_options,
+)
+from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Welcome
+
+logger = logging.getLogger(__name__)
+
+Command = Submit | Cancel | Drain
+
+
+@dataclass(eq=False)
+class _Edge:
+    """One connection that said Hello, and what is to go into its next frame."""
+
+    identity: bytes
+    edge_id: str
+    watches_ends: bool
+    sent_at_s: float
+    num_frames: int = 0
+    stalled_since_s: float | None = None
+    request_ids: set[str] = field(default_factory=set)
+    deltas: list[RequestDelta] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.deltas or self.refusals or self.ended)
+
+
+class ChannelServer:
+    """Commands of all edges in, frames out."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        info: EngineInfo,
+        *,
+        client_key: bytes,
+        host: str = "127.0.0.1",
+        stall_s: float = STALL_S,
+        max_unsent_frames: int = MAX_UNSENT_FRAMES,
+    ) -> None:
+        """Listen on a free port of `host`. Only clients with the public key `client_key` are let in."""
+        self._replica_id = replica_id
+        self._info = info
+        self._stall_s = stall_s
+        self._edges: dict[bytes, _Edge] = {}
+        self._owner: dict[str, _Edge] = {}
+        self._orphans: list[str] = []
+        self._snapshot = Snapshot()
+        self._is_draining = False
+        self._context = zmq.Context()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=_OneKey(client_key))
+        keys = KeyPair.new()
+        self._socket = self._context.socket(zmq.ROUTER)
+        set_common_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an edge that is gone shows as an error
+        self._socket.setsockopt(zmq.SNDHWM, max_unsent_frames)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.curve_server = True
+        self._socket.curve_publickey = keys.public
+        self._socket.curve_secretkey = keys.secret
+        url_host = f"[{host}]" if ":" in host else host
+        port = self._socket.bind_to_random_port(f"tcp://{url_host}")
+        self.address = Address(f"tcp://{url_host}:{port}", keys.public)
+
+    @property
+    def num_edges(self) -> int:
+        return len(self._edges)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that an edge waits for."""
+        return len(self._owner)
+
+    def receive(self, timeout_s: float) -> list[Command]:
+        """What edges ask for, waiting up to `timeout_s` (or until the next heartbeat is due) when there is nothing."""
+        wait_s = 0.0 if self._orphans else min(timeout_s, self._seconds_to_heartbeat())
+        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000) + 1):
+            return []
+        commands: list[Command] = [Cancel(request_id=request_id) for request_id in self._orphans]
+        self._orphans = []
+        while True:
+            try:
+                identity, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return commands
+            command = self._read(identity, payload)
+            if command is not None:
+                commands.append(command)
+
+    def publish(
+        self,
+        deltas: Sequence[RequestDelta] = (),
+        refusals: Sequence[Refusal] = (),
+        *,
+        snapshot: Snapshot,
+        cache_events: CacheEvents | None = None,
+        to_all: bool = False,
+    ) -> None:
+        """One frame to each edge that has news, or is due for a heartbeat; to every one with `to_all` or events."""
+        self._snapshot = snapshot
+        for delta in deltas:
+            edge = self._owner.get(delta.request_id)
+            if edge is not None:
+                edge.deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self._end(delta.request_id)
+        for refusal in refusals:
+            edge = self._owner.get(refusal.request_id)
+            if edge is not None:
+                edge.refusals.append(refusal)
+                self._end(refusal.request_id)
+        now_s = time.monotonic()
+        to_all = to_all or cache_events is not None
+        for edge in list(self._edges.values()):
+            if to_all or edge.has_news or now_s - edge.sent_at_s >= FRAME_INTERVAL_S:
+                self._send_frame(edge, cache_events, now_s)
+
+    def start_draining(self) -> None:
+        """Say in every frame that no new request is taken."""
+        self._is_draining = True
+
+    def close(self) -> None:
+        """Close the port; edges notice at once."""
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+    def _read(self, identity: bytes, payload: list[bytes]) -> Command | None:
+        try:
+            message = decode_up(b"".join(payload))
+        except msgspec.DecodeError as error:
+            logger.warning("an edge sent what is not a message: %s", error)
+            return None
+        if isinstance(message, Hello):
+            self._welcome(identity, message)
+            return None
+        edge = self._edges.get(identity)
+        if edge is None:  # was given up, or never said Hello; it will notice that no frame comes
+            return None
+        if isinstance(message, Submit):
+            request_id = message.request.request_id
+            if request_id in self._owner:
+                logger.error("request %s was submitted twice; the second is ignored", request_id)
+                return None
+            self._owner[request_id] = edge
+            edge.request_ids.add(request_id)
+        elif isinstance(message, Cancel):
+            if self._owner.get(message.request_id) is not edge:
+                return None
+            self._end(message.request_id)
+        return message
+
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            message = (
+                f"The engine of replica {self._replica_id} speaks protocol version {PROTOCOL_VERSION}, "
+                f"edge {hello.edge_id} speaks {hello.version}: run the same version of Manta everywhere."
+            )
+            logger.error(message)
+            self._send(identity, Rejected(message=message))
+            return
+        answer = Welcome(replica_id=self._replica_id, info=self._info, snapshot=self._snapshot)
+        if self._send(identity, answer) is None:
+            self._edges[identity] = _Edge(identity, hello.edge_id, hello.watches_ends, time.monotonic())
+
+    def _send_frame(self, edge: _Edge, cache_events: CacheEvents | None, now_s: float) -> None:
+        frame = Frame(
+            sequence=edge.num_frames,
+            deltas=edge.deltas,
+            refusals=edge.refusals,
+            snapshot=self._snapshot,
+            cache_events=cache_events,
+            draining=self._is_draining,
+            ended=edge.ended,
+        )
+        problem = self._send(edge.identity, frame)
+        if problem is None:
+            edge.num_frames += 1
+            edge.sent_at_s = now_s
+            edge.stalled_since_s = None
+            edge.deltas, edge.refusals, edge.ended = [], [], []
+        elif problem != zmq.EAGAIN:
+            self._drop(edge, "is gone")
+        elif edge.stalled_since_s is None:
+            edge.stalled_since_s = now_s
+        elif now_s - edge.stalled_since_s > self._stall_s:
+            self._drop(edge, f"took no frame for {self._stall_s:g} s")
+
+    def _send(self, identity: bytes, message: Welcome | Rejected | Frame) -> int | None:
+        """None when it is on its way, else the error number: EAGAIN for a full queue, others for a peer that left."""
+        try:
+            self._socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno
+        return None
+
+    def _drop(self, edge: _Edge, why: str) -> None:
+        logger.info("edge %s %s; %d requests are cancelled", edge.edge_id, why, len(edge.request_ids))
+        del self._edges[edge.identity]
+        for request_id in list(edge.request_ids):
+            self._orphans.append(request_id)
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        self._owner.pop(request_id).request_ids.discard(request_id)
+        for edge in self._edges.values():
+            if edge.watches_ends:
+                edge.ended.append(request_id)
+
+    def _seconds_to_heartbeat(self) -> float:
+        if not self._edges:
+            return FRAME_INTERVAL_S
+        oldest_s = min(edge.sent_at_s for edge in self._edges.values())
+        return max(0.0, oldest_s + FRAME_INTERVAL_S - time.monotonic())
+
+
+class _OneKey:
+    """Lets in whoever holds the secret of one public key."""
+
+    def __init__(self, client_key: bytes) -> None:
+        self._client_key = client_key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._client_key

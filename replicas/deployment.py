@@ -1,0 +1,181 @@
+"""The two Serve deployments: an engine replica with its shards, and an edge that speaks HTTP. Knows Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from manta.engine.config import EngineConfig, ModelConfig
+from manta.engine.model_source import resolve_model
+from manta.engine.stats import EngineInfo
+from manta.engine.tokenizer import Tokenizer
+
+from .channel import Address, KeyPair
+from .channel_client import ChannelClient
+from .edge.app import create_app
+from .edge.client import EdgeContext
+from .edge.membership import MEMBERSHIP, ServeDirectory
+from .edge.router import ChannelRouter, RouterLimits
+from .metrics import EdgeMetrics
+from .protocol import Frame
+from .shard_group import ShardGroup
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_REMEMBERED_ENDS = 65536
+INFO_WAIT_S = 5.0
+
+
+class EndedRequests:
+    """Which requests have ended, told by the engine's process; lets others wait for one."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    def add(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            waiter = self._waiting.pop(request_id, None)
+            if waiter is None:  # its call may still be on the way
+                self._ended[request_id] = None
+            elif not waiter.done():
+                waiter.set_result(None)
+        while len(self._ended) > MAX_REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+
+    async def wait(self, request_id: str) -> None:
+        """Until the request has ended; at once if it has already."""
+        if request_id in self._ended:
+            del self._ended[request_id]
+            return
+        waiter = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await waiter
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def end_all(self) -> None:
+        """The engine is gone and everything with it."""
+        self.add(list(self._waiting))
+
+
+class EngineReplica:
+    """One engine: owns its shard group. Serve sees one `hold` call a request; tokens travel over the channel."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: EngineConfig, keys: KeyPair, shard_resources: Mapping[str, float]
+    ) -> None:
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._ended = EndedRequests()
+        self._group = ShardGroup(
+            replica_id,
+            config,
+            keys.public,
+            resources=shard_resources,
+            placement_group=ray.util.get_current_placement_group(),
+        )
+        try:
+            self._address = await self._group.start()
+            self._watch = ChannelClient(
+                self._address,
+                edge_id=f"replica {replica_id}",
+                keys=keys,
+                watches_ends=True,
+                on_frame=self._learn_ends,
+            )
+            await self._watch.connect(CONNECT_TIMEOUT_S)
+        except BaseException:
+            self._group.kill()
+            raise
+        self._watcher = asyncio.get_running_loop().create_task(self._end_all_when_lost())
+
+    async def get_address(self, *, replica_id: str) -> Address:
+        """Where the engine listens. `replica_id` is for Serve's router."""
+        return self._address
+
+    async def hold(self, request_id: str, *, replica_id: str) -> None:
+        """Open until the request has ended. Raises ChannelLost when the engine is gone."""
+        if self._watch.lost is not None:
+            raise self._watch.lost
+        await self._ended.wait(request_id)
+
+    async def check_health(self) -> None:
+        """Raises when a shard is dead or hangs. ActorDiedError has this replica replaced at the first failure."""
+        await self._group.check()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_group"):
+            self._group.kill()
+
+    def _learn_ends(self, frame: Frame) -> None:
+        if frame.ended:
+            self._ended.add(frame.ended)
+
+    async def _end_all_when_lost(self) -> None:
+        await self._watch.wait_lost()
+        logger.warning("the engine is lost: %s", self._watch.lost)
+        self._ended.end_all()
+
+
+@dataclass(frozen=True)
+class EdgeSettings:
+    """What an edge process needs to know."""
+
+    model: ModelConfig
+    api_keys: tuple[str, ...]
+    limits: RouterLimits
+    request_timeout_s: float | None
+
+
+@serve.ingress()
+class Edge:
+    """One process that speaks HTTP: the OpenAI API over all engine replicas. Its methods are for `manta serve`."""
+
+    async def __init__(self, settings: EdgeSettings, keys: KeyPair, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        source = resolve_model(settings.model)
+        tokenizer = Tokenizer.load(source, chat_template=settings.model.chat_template)
+        edge_id = serve.get_replica_context().replica_id.unique_id
+        metrics = EdgeMetrics(edge_id)
+        self._router = ChannelRouter(
+            ServeDirectory(engines), edge_id=edge_id, keys=keys, limits=settings.limits, metrics=metrics
+        )
+        MEMBERSHIP.listen(self._router.set_members)
+        self._context = EdgeContext(
+            self._router,
+            tokenizer,
+            settings.model.served_model_name or source.name,
+            api_keys=settings.api_keys,
+            observer=metrics,
+            request_timeout_s=settings.request_timeout_s,
+        )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return create_app(self._context)
+
+    async def engine_info(self) -> EngineInfo | None:
+        """Of a ready replica, for which it waits a little; None while all are loading."""
+        until_s = asyncio.get_running_loop().time() + INFO_WAIT_S
+        while self._router.info is None and asyncio.get_running_loop().time() < until_s:
+            await asyncio.sleep(0.05)
+        return self._router.info
+
+    async def drain(self) -> None:
+        """Refuse new work from now on."""
+        self._context.drain()
+
+    async def num_open_requests(self) -> int:
+        """Requests that are being answered."""
+        return self._context.num_open_requests
+
+    async def abort_open_requests(self) -> None:
+        """End every open request with an error."""
+        self._context.abort_open_requests()
