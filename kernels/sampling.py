@@ -346,7 +346,7 @@ def _draw_kernel(
                 high = low
             if p < 1.0:
                 low_of_k, quota_of_k = low, quota
-                wanted_mass = p * mass_low
+                wanted_mass = p * tl.where(has_k, mass_low, total)
                 low, high, count_low, count_high, mass_low, mass_high = search_border(
                     source,
                     n,

@@ -248,6 +248,14 @@ def test_rows_that_need_the_full_search(
         assert torch.equal(ids, sampling.sample_reference(*rows.arguments))
 
 
+@pytest.mark.parametrize(("count", "vocab"), [(24, 6200), pytest.param(256, 128_256, marks=pytest.mark.gpu)])
+def test_top_p_is_a_share_of_the_whole_row(count: int, vocab: int, device: torch.device) -> None:
+    """Also where the few largest logits, which the search looks at first, hold only a part of it."""
+    rows = make_rows(torch.randn(count, vocab, device=device) * 2.5, top_p=0.4)
+    rows.top_p[::2] = 0.05
+    assert_agrees(rows, draw(rows))
+
+
 @pytest.mark.parametrize("vocab", [2100, pytest.param(128_256, marks=pytest.mark.gpu)])
 def test_forbidden_tokens_are_never_drawn(vocab: int, device: torch.device) -> None:
     allowed = torch.tensor([3, 77, 2090], device=device)
