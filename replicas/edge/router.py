@@ -70,7 +70,8 @@ class _Link:
 
     @property
     def is_ready(self) -> bool:
-        return self.is_member and self.channel is not None and not self.channel.is_draining
+        channel = self.channel
+        return self.is_member and channel is not None and channel.lost is None and not channel.is_draining
 
     def candidate(self, limits: RouterLimits) -> Candidate:
         assert self.channel is not None
@@ -144,7 +145,7 @@ class ChannelRouter:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
         state = ResumeState(request=msgspec.structs.replace(request, output_token_ids=list(request.output_token_ids)))
-        num_attempts, has_delta = 0, False
+        num_attempts, num_refusals, has_delta = 0, 0, False
         while True:
             link = await self._acquire(must_move=num_attempts > 0)
             submission = _attempt(state, num_attempts, has_delta=has_delta)
@@ -158,7 +159,8 @@ class ChannelRouter:
                     item = await stream.next()
                     if isinstance(item, Refusal):
                         is_over = True
-                        self._refused(link, item, has_delta=has_delta)
+                        num_refusals += 1
+                        self._refused(link, item, has_delta=has_delta, num_refusals=num_refusals)
                         break
                     state.add(item)
                     is_over = item.finish_reason is not None
@@ -173,6 +175,8 @@ class ChannelRouter:
                 channel.finish(submission.request_id, cancel=not is_over)
                 release()
                 self._forget_if_idle(link)
+            if num_refusals and has_delta:
+                await asyncio.sleep(FULL_POLL_S)
 
     def _submit(self, link: _Link, submission: EngineRequest) -> tuple[ReplyStream, Callable[[], None]]:
         assert link.channel is not None
@@ -180,8 +184,8 @@ class ChannelRouter:
         link.num_since_frame += 1
         return stream, self._directory.hold(link.replica_id, submission.request_id)
 
-    def _refused(self, link: _Link, refusal: Refusal, *, has_delta: bool) -> None:
-        """Returns when the request should try another replica."""
+    def _refused(self, link: _Link, refusal: Refusal, *, has_delta: bool, num_refusals: int) -> None:
+        """Returns when the request should try again, elsewhere or later: a stream that has begun waits for room."""
         if refusal.reason is RefusalReason.DRAINING:
             if link.channel is not None:
                 link.channel.is_draining = True
@@ -189,6 +193,8 @@ class ChannelRouter:
         error = refusal_error(refusal)
         if not has_delta:
             raise error
+        if isinstance(error, Overloaded) and num_refusals * FULL_POLL_S < self._limits.max_wait_s:
+            return
         raise EngineFailed(f"The request could not go on elsewhere: {refusal.message}") from error
 
     def _count_failure(self, state: ResumeState, request_id: str, link: _Link, lost: ChannelLost) -> None:

@@ -1,0 +1,342 @@
+"""The edge's router over real channels to engines in this process: choice, bounds, and streams that survive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from manta.engine.errors import ContextLengthExceeded, EngineFailed, Overloaded, Unavailable
+from manta.engine.request import EngineRequest, FinishReason, RefusalReason, RequestDelta, SamplingParams
+from manta.engine.startup import start_engine
+from manta.engine.stats import EngineInfo
+from manta.replicas.channel import Address, ChannelLost, KeyPair
+from manta.replicas.edge.router import ChannelRouter, RouterLimits
+from manta.replicas.metrics import EdgeMetrics
+from manta.replicas.shard import Core
+from tests.replicas.edge.local_server import sim_config, write_byte_model
+from tests.replicas.engines import INFO, Engine, FakeCore, engine, token_at
+
+KEYS = KeyPair.new()
+
+
+class Fleet:
+    """Engines by name, and a directory of them."""
+
+    def __init__(self, stack: AsyncExitStack, limits: RouterLimits) -> None:
+        self._stack = stack
+        self.engines: dict[str, Engine] = {}
+        self.held: set[tuple[str, str]] = set()
+        self.router = ChannelRouter(self, edge_id="edge", keys=KEYS, limits=limits, metrics=EdgeMetrics("edge"))
+
+    async def locate(self, replica_id: str) -> Address:
+        if replica_id not in self.engines:
+            raise ChannelLost("it does not answer yet")
+        return self.engines[replica_id].server.address
+
+    def hold(self, replica_id: str, request_id: str) -> Callable[[], None]:
+        self.held.add((replica_id, request_id))
+        return lambda: self.held.remove((replica_id, request_id))
+
+    def start(self, name: str, core: Core, info: EngineInfo = INFO) -> Engine:
+        one = self.engines[name] = self._stack.enter_context(engine(core, KEYS.public, name=name, info=info))
+        return one
+
+    async def ready(self, *names: str) -> None:
+        """Tell the router these members, and wait until it has them all."""
+        self.router.set_members(names)
+        await become_true(lambda: sum(status.ready for status in self.router.replicas()) == len(names))
+
+
+@asynccontextmanager
+async def fleet(**limits: Any) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        one = Fleet(stack, RouterLimits(**limits))
+        try:
+            yield one
+        finally:
+            await one.router.close()
+
+
+async def become_true(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    until_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until_s, "it did not become true in time"
+        await asyncio.sleep(0.005)
+
+
+def request(
+    request_id: str = "r", *, prompt: list[int] | None = None, max_tokens: int = 40, **fields: Any
+) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, seed=1, **fields)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt or [1, 2, 3], params=params)
+
+
+async def collect(
+    router: ChannelRouter, one: EngineRequest, *, after: Callable[[int], None] = lambda num_tokens: None
+) -> list[RequestDelta]:
+    """All deltas; `after` is told the number of tokens after each."""
+    deltas, num_tokens = [], 0
+    async with aclosing(router.generate(one)) as stream:
+        async for delta in stream:
+            deltas.append(delta)
+            num_tokens += len(delta.token_ids)
+            after(num_tokens)
+    return deltas
+
+
+def tokens_of(deltas: list[RequestDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+async def test_streams_end_where_they_should_and_leave_nothing() -> None:
+    async with fleet() as one:
+        core = FakeCore()
+        one.start("a", core)
+        await one.ready("a")
+        outputs = await asyncio.gather(*(collect(one.router, request(f"r{i}", prompt=[i + 1])) for i in range(8)))
+        for i, deltas in enumerate(outputs):
+            assert tokens_of(deltas) == [token_at([i + 1], position) for position in range(40)]
+            assert {delta.request_id for delta in deltas} == {f"r{i}"}
+            assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert not one.held
+        assert core.cancelled == []
+
+
+async def test_the_replica_with_the_least_work_is_chosen() -> None:
+    async with fleet() as one:
+        cores = [FakeCore(step_s=0.01), FakeCore(step_s=0.01)]
+        for name, core in zip("ab", cores, strict=True):
+            one.start(name, core)
+        await one.ready("a", "b")
+        await asyncio.gather(*(collect(one.router, request(f"r{i}")) for i in range(8)))
+        assert [len(core.added) for core in cores] == [4, 4]
+
+
+async def test_a_stream_goes_on_elsewhere_when_its_engine_dies() -> None:
+    async with fleet() as one:
+        first, second = FakeCore(step_s=0.005), FakeCore(step_s=0.005)
+        one.start("a", first)
+        await one.ready("a")
+        one.start("b", second)
+        await one.ready("a", "b")
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens == 7:
+                one.engines["a"].close()
+
+        deltas = await collect(one.router, request(), after=kill)
+        assert tokens_of(deltas) == [token_at([1, 2, 3], position) for position in range(40)]
+        assert (first.added, second.added) == (["r"], ["r.1"])
+        assert b'manta_requests_moved_total{edge="edge"} 1.0' in await one.router.render_metrics()
+
+
+async def test_a_resumed_stream_of_the_simulated_engine_is_what_it_would_have_been(tmp_path: Path) -> None:
+    config = sim_config(write_byte_model(tmp_path / "bytes"), device="sim:2ms")
+    fields = {"temperature": 0.8, "logprobs": 1, "prompt_logprobs": 0}
+    async with fleet() as one:
+        for name in "ab":
+            core = start_engine(config)
+            one.start(name, core, core.info)
+        await one.ready("a", "b")
+        undisturbed = await collect(one.router, request(max_tokens=120, **fields))
+        killed: list[str] = []
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens == 50:
+                ((replica_id, _),) = one.held
+                killed.append(replica_id)
+                one.engines[replica_id].close()
+
+        moved = await collect(one.router, request(max_tokens=120, **fields), after=kill)
+        assert killed
+        assert len(tokens_of(moved)) == 120
+        assert tokens_of(moved) == tokens_of(undisturbed)
+        logprobs = [entry for delta in moved for entry in delta.logprobs or ()]
+        assert [entry.token_id for entry in logprobs] == tokens_of(moved)
+        assert [delta.prompt_logprobs is None for delta in moved] == [False] + [True] * (len(moved) - 1)
+        assert [delta.num_cached_tokens is None for delta in moved] == [False] + [True] * (len(moved) - 1)
+
+
+async def test_a_stream_waits_for_its_only_replica_to_come_back() -> None:
+    async with fleet() as one:
+        one.start("a", FakeCore(step_s=0.005))
+        await one.ready("a")
+
+        def restart(num_tokens: int) -> None:
+            if num_tokens == 5:
+                one.engines.pop("a").close()
+                asyncio.get_running_loop().call_later(0.3, one.start, "a", FakeCore())
+
+        deltas = await collect(one.router, request(), after=restart)
+        assert tokens_of(deltas) == [token_at([1, 2, 3], position) for position in range(40)]
+
+
+async def test_a_request_that_meets_two_deaths_without_progress_kills_no_third() -> None:
+    async with fleet() as one:
+        cores = {name: FakeCore() for name in "abc"}
+        for name, core in cores.items():
+            core.may_step.clear()
+            one.start(name, core)
+        await one.ready(*cores)
+        running = asyncio.create_task(collect(one.router, request()))
+        for _ in range(2):
+            await become_true(lambda: any(core.has_work for name, core in cores.items() if name in one.engines))
+            (name,) = [name for name, core in cores.items() if core.has_work and name in one.engines]
+            cores[name].may_step.set()
+            cores[name].requests.clear()  # dies before it has said anything
+            one.engines.pop(name).close()
+        with pytest.raises(EngineFailed, match="two replicas in a row"):
+            await running
+        (last,) = one.engines
+        assert cores[last].added == []
+        cores[last].may_step.set()
+        assert not one.held
+
+
+async def test_a_third_death_is_survived_when_tokens_came_in_between() -> None:
+    async with fleet() as one:
+        for name in "abcd":
+            one.start(name, FakeCore(step_s=0.003))
+        await one.ready(*"abcd")
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens in (5, 10, 15):
+                ((replica_id, _),) = one.held
+                one.engines[replica_id].close()
+
+        deltas = await collect(one.router, request(), after=kill)
+        assert tokens_of(deltas) == [token_at([1, 2, 3], position) for position in range(40)]
+        assert sum(one.engines[name].is_closed for name in "abcd") == 3
+
+
+async def test_beyond_the_bound_requests_are_refused_quickly() -> None:
+    info = msgspec.structs.replace(INFO, max_num_seqs=2, max_num_waiting=100)
+    async with fleet(max_queued_requests=1) as one:
+        one.start("a", FakeCore(step_s=0.01), info)
+        await one.ready("a")
+        running = [asyncio.create_task(collect(one.router, request(f"r{i}", max_tokens=2000))) for i in range(3)]
+        await become_true(lambda: len(one.held) == 3)
+        start_s = time.monotonic()
+        with pytest.raises(Overloaded) as refused:
+            await collect(one.router, request("too many"))
+        assert time.monotonic() - start_s < 0.05
+        assert refused.value.retry_after_s > 0
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await become_true(lambda: one.engines["a"].server.num_requests == 0)
+        assert len(await collect(one.router, request("now"))) == 40
+
+
+async def test_a_stream_that_has_begun_waits_for_room_instead_of_being_refused() -> None:
+    info = msgspec.structs.replace(INFO, max_num_seqs=1, max_num_waiting=0)
+    async with fleet() as one:
+        for name in "ab":
+            one.start(name, FakeCore(step_s=0.01), info)
+        await one.ready("a", "b")
+        other = asyncio.create_task(collect(one.router, request("other", max_tokens=60)))
+        await become_true(lambda: len(one.held) == 1)
+        ((busy, _),) = one.held
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens == 5:
+                one.engines["b" if busy == "a" else "a"].close()
+
+        deltas = await collect(one.router, request("moves"), after=kill)
+        assert tokens_of(deltas) == [token_at([1, 2, 3], position) for position in range(40)]
+        assert len(await other) == 60
+
+
+async def test_requests_wait_bounded_while_no_replica_is_ready() -> None:
+    async with fleet(max_queued_requests=2) as one:
+        waiting = [asyncio.create_task(collect(one.router, request(f"r{i}"))) for i in range(2)]
+        await asyncio.sleep(0)
+        assert one.router.info is None
+        with pytest.raises(Overloaded):
+            await collect(one.router, request("third"))
+        assert b'manta_edge_requests_waiting{edge="edge"} 2.0' in await one.router.render_metrics()
+        one.start("a", FakeCore())
+        await one.ready("a")
+        assert [len(deltas) for deltas in await asyncio.gather(*waiting)] == [40, 40]
+        assert one.router.info == INFO
+
+
+async def test_the_wait_for_a_replica_ends() -> None:
+    async with fleet(max_wait_s=0.1) as one:
+        start_s = time.monotonic()
+        with pytest.raises(Unavailable) as refused:
+            await collect(one.router, request())
+        assert 0.1 <= time.monotonic() - start_s < 1.0
+        assert refused.value.retry_after_s > 0
+
+
+async def test_closing_the_iterator_cancels_the_work() -> None:
+    core = FakeCore(step_s=0.005)
+    async with fleet() as one:
+        one.start("a", core)
+        await one.ready("a")
+        stream = one.router.generate(request(max_tokens=4000))
+        await anext(stream)
+        await stream.aclose()
+        await become_true(lambda: core.cancelled == ["r"], within_s=1)
+        assert not one.held
+
+
+async def test_a_refusal_becomes_the_error_that_it_means() -> None:
+    core = FakeCore()
+    core.refuses = RefusalReason.TOO_LONG
+    async with fleet() as one:
+        one.start("a", core)
+        await one.ready("a")
+        with pytest.raises(ContextLengthExceeded, match="told to refuse"):
+            await collect(one.router, request())
+
+
+async def test_a_replica_that_leaves_the_membership_finishes_its_streams_and_gets_no_new_one() -> None:
+    async with fleet() as one:
+        old, new = FakeCore(step_s=0.01), FakeCore()
+        one.start("old", old)
+        await one.ready("old")
+        left: list[bool] = []
+
+        def leave(num_tokens: int) -> None:
+            if num_tokens == 5:
+                one.start("new", new)
+                one.router.set_members(["new"])
+                left.append(True)
+
+        running = asyncio.create_task(collect(one.router, request("stays"), after=leave))
+        await become_true(lambda: bool(left))
+        (draining,) = [status for status in one.router.replicas() if status.replica_id == "old"]
+        assert draining.draining
+        assert not draining.ready
+        await collect(one.router, request("comes"))
+        assert new.added == ["comes"]
+        assert len(await running) == 40
+        await become_true(lambda: [status.replica_id for status in one.router.replicas()] == ["new"])
+        await become_true(lambda: one.engines["old"].server.num_edges == 0)
+
+
+async def test_metrics_keep_the_counters_of_dead_replicas_and_drop_their_gauges() -> None:
+    async with fleet() as one:
+        one.start("a", FakeCore())
+        await one.ready("a")
+        await collect(one.router, request("first", max_tokens=30))
+        await become_true(lambda: one.router.replicas()[0].snapshot is not None)
+        one.router.set_members([])
+        await become_true(lambda: not one.router.replicas())
+        one.start("b", FakeCore())
+        await one.ready("b")
+        await collect(one.router, request("second", max_tokens=12))
+        text = (await one.router.render_metrics()).decode()
+        assert "manta_generation_tokens_total 42.0" in text
+        assert 'manta_requests_running{replica="b"} 0.0' in text
+        assert 'replica="a"' not in text
