@@ -1,0 +1,198 @@
+"""From a step's plan to arrays and back to the tensors of a forward pass. Knows slots, tokens and blocks, no sampling.
+
+State a slot lasts over steps: the token ids that the plan's sender gave, the block table. Tokens that were sampled stay
+on the device: rows that continue with one are marked, and the runner fills them in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .layers.attention import AttentionBatch, DecodeRows, PrefillRows
+from .plan import NewSequence, Row, StepPlan
+
+_TABLE_MULTIPLE = 16
+"""Columns of block tables come in multiples of this, so that kernels see strides of one kind."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """Tokens of a prompt whose log-probabilities a row reports."""
+
+    row: int
+    """Index into the plan's rows."""
+    first_token: int
+    """Place in the step of the token that predicts the first of them."""
+    targets: np.ndarray  # [targets] int64, token ids
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """A step as the host knows it. Sizes and places count the step's tokens; arrays have one entry a sampling row."""
+
+    num_tokens: int
+    num_decodes: int
+    num_rows: int
+    max_decode_len: int
+    max_prefill_len: int
+    max_query_len: int
+    feeds_back: bool
+    """Whether some token is the one that its slot sampled last."""
+    feeds_back_all: bool
+    """Whether all of them are."""
+    sampling_rows: np.ndarray  # int64, indices into the plan's rows
+    sampling_slots: np.ndarray  # int64
+    sampling_positions: np.ndarray  # int64, of the token that is sampled
+    samples_all: bool
+    """Whether a token is sampled after each of the step's tokens, in order."""
+    prompt_rows: Sequence[PromptRow]
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A step on the device."""
+
+    token_ids: torch.Tensor  # [tokens] int64, 0 where a token is fed back
+    attention: AttentionBatch
+    feedback_places: torch.Tensor | None  # int64, places of the tokens that are fed back
+    feedback_slots: torch.Tensor | None  # int64
+    sample_places: torch.Tensor | None  # int64; None when all tokens sample or none does
+    sample_slots: torch.Tensor | None  # int64; None when none does
+
+
+class BatchBuilder:
+    """Keeps what slots hold and lays out steps. Called once a plan, in order, by one thread."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        # The step that runs ahead may touch one block more than the longest sequence has.
+        max_blocks = _round_up(-(-max_model_len // block_size) + 1, _TABLE_MULTIPLE)
+        self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._token_ids: list[np.ndarray | None] = [None] * max_num_seqs
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def lay_out(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> BatchLayout:
+        """Bring in the plan's changes and add the step's arrays to `arrays`."""
+        self._update(plan)
+        rows = plan.rows
+        num_rows = len(rows)
+        slots = np.fromiter((row.slot for row in rows), np.int64, num_rows)
+        starts = np.fromiter((row.start for row in rows), np.int64, num_rows)
+        counts = np.fromiter((row.num_tokens for row in rows), np.int64, num_rows)
+        is_decode = np.fromiter((row.is_decode for row in rows), np.bool_, num_rows)
+        samples = np.fromiter((row.samples for row in rows), np.bool_, num_rows)
+        num_decodes = int(is_decode.sum())
+        assert is_decode[:num_decodes].all(), "decodes come first"
+        assert (counts[:num_decodes] == 1).all(), "a decode has one token"
+        ends = starts + counts
+        firsts = np.zeros(num_rows + 1, dtype=np.int64)
+        np.cumsum(counts, out=firsts[1:])
+        num_tokens = int(firsts[-1])
+
+        row_of_token = np.repeat(np.arange(num_rows), counts)
+        positions = np.arange(num_tokens) - (firsts[:-1] - starts)[row_of_token]
+        block_index, offset = np.divmod(positions, self._block_size)
+        blocks = self._block_table[slots[row_of_token], block_index]
+        width = _round_up(-(-int(ends.max(initial=0)) // self._block_size), _TABLE_MULTIPLE)
+        arrays["positions"] = positions
+        arrays["slot_mapping"] = blocks.astype(np.int64) * self._block_size + offset
+        arrays["block_table"] = self._block_table[slots, :width]
+        arrays["decode_lens"], arrays["prefill_lens"] = np.split(ends.astype(np.int32), [num_decodes])
+        arrays["query_start"] = (firsts[num_decodes:] - firsts[num_decodes]).astype(np.int32)
+
+        fed_back = self._add_tokens(rows, firsts, arrays)
+        arrays["feedback_places"], arrays["feedback_slots"] = firsts[:-1][fed_back], slots[fed_back]
+        sampling = samples.nonzero()[0]
+        samples_all = len(sampling) == num_tokens
+        arrays["sample_places"], arrays["sample_slots"] = firsts[1:][sampling] - 1, slots[sampling]
+        return BatchLayout(
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            num_rows=num_rows,
+            max_decode_len=int(ends[:num_decodes].max(initial=0)),
+            max_prefill_len=int(ends[num_decodes:].max(initial=0)),
+            max_query_len=int(counts[num_decodes:].max(initial=0)),
+            feeds_back=bool(len(fed_back)),
+            feeds_back_all=len(fed_back) == num_tokens,
+            sampling_rows=sampling,
+            sampling_slots=slots[sampling],
+            sampling_positions=ends[sampling],
+            samples_all=samples_all,
+            prompt_rows=self._prompt_rows(rows, firsts),
+        )
+
+    def _update(self, plan: StepPlan) -> None:
+        for slot in plan.freed_slots:
+            self._token_ids[slot] = None
+        for new in plan.new:
+            self._enter(new)
+        for row in plan.rows:
+            if row.new_block_ids:
+                self._append_blocks(row.slot, row.new_block_ids)
+
+    def _enter(self, new: NewSequence) -> None:
+        assert self._token_ids[new.slot] is None, f"slot {new.slot} is taken"
+        self._token_ids[new.slot] = np.asarray(new.token_ids, dtype=np.int64)
+        self._num_prompt_tokens[new.slot] = new.num_prompt_tokens
+        self._num_blocks[new.slot] = 0
+        self._append_blocks(new.slot, new.block_ids)
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        first = int(self._num_blocks[slot])
+        self._block_table[slot, first : first + len(block_ids)] = block_ids
+        self._num_blocks[slot] = first + len(block_ids)
+
+    def _add_tokens(self, rows: list[Row], firsts: np.ndarray, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """The known token ids, and the indices of rows whose only token was sampled here."""
+        token_ids = np.zeros(firsts[-1], dtype=np.int64)
+        fed_back = []
+        for index, row in enumerate(rows):
+            known = self._token_ids[row.slot]
+            assert known is not None, f"slot {row.slot} is free"
+            if row.start >= len(known):
+                assert row.num_tokens == 1, "at most one token is not known here"
+                fed_back.append(index)
+            else:
+                token_ids[firsts[index] : firsts[index + 1]] = known[row.start : row.start + row.num_tokens]
+        arrays["token_ids"] = token_ids
+        return np.asarray(fed_back, dtype=np.int64)
+
+    def _prompt_rows(self, rows: list[Row], firsts: np.ndarray) -> list[PromptRow]:
+        found = []
+        for index, row in enumerate(rows):
+            known = self._token_ids[row.slot]
+            if row.prompt_logprobs_start is None or known is None:
+                continue
+            end = min(row.start + row.num_tokens + 1, int(self._num_prompt_tokens[row.slot]))
+            if end > row.start + 1:
+                found.append(PromptRow(index, int(firsts[index]), known[row.start + 1 : end]))
+        return found
+
+
+def step_tensors(layout: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> StepTensors:
+    """The tensors of the arrays that `BatchBuilder.lay_out` added, put together for the model."""
+    n, table = layout.num_decodes, tensors["block_table"]
+    decode = DecodeRows(n, table[:n], tensors["decode_lens"], layout.max_decode_len) if n else None
+    prefill = None
+    if n < layout.num_rows:
+        prefill = PrefillRows(
+            table[n:], tensors["prefill_lens"], tensors["query_start"], layout.max_query_len, layout.max_prefill_len
+        )
+    samples = len(layout.sampling_rows) > 0
+    return StepTensors(
+        token_ids=tensors["token_ids"],
+        attention=AttentionBatch(tensors["positions"], tensors["slot_mapping"], decode, prefill),
+        feedback_places=tensors["feedback_places"] if layout.feeds_back and not layout.feeds_back_all else None,
+        feedback_slots=tensors["feedback_slots"] if layout.feeds_back else None,
+        sample_places=tensors["sample_places"] if samples and not layout.samples_all else None,
+        sample_slots=tensors["sample_slots"] if samples else None,
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

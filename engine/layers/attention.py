@@ -1,0 +1,113 @@
+"""Grouped-query attention over the paged cache, decode rows before prefills. Knows one step's tensors, no requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from manta.kernels.attention_decode import DecodeWorkspace, attention_decode
+from manta.kernels.attention_prefill import attention_prefill
+from manta.kernels.rope import rope_and_store
+
+from .linear import Linear
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The sequences with one query, which are the step's first tokens."""
+
+    num_rows: int
+    block_table: torch.Tensor  # [rows, max_blocks] int32
+    seq_lens: torch.Tensor  # [rows] int32
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """The other sequences; `query_start` counts from their first token."""
+
+    block_table: torch.Tensor  # [rows, max_blocks] int32
+    seq_lens: torch.Tensor  # [rows] int32
+    query_start: torch.Tensor  # [rows + 1] int32
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """What every layer's attention needs to know about a step."""
+
+    positions: torch.Tensor  # [tokens] int64
+    slot_mapping: torch.Tensor  # [tokens] int64, block * block_size + offset
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+
+
+class Attention:
+    """`qkv` [(heads + 2 * kv_heads) * head_dim, hidden] holds q's rows, then k's, then v's."""
+
+    def __init__(
+        self,
+        qkv: Linear,
+        output: Linear,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        workspace: DecodeWorkspace | None = None,
+    ) -> None:
+        self.qkv = qkv
+        self.output = output
+        self._heads = (num_heads, num_kv_heads, num_kv_heads)
+        self._shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
+        self._width = num_heads * head_dim
+        self._scale = head_dim**-0.5
+        self._workspace = workspace
+
+    def __call__(
+        self, hidden: torch.Tensor, batch: AttentionBatch, cache: LayerCache, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values to the cache before it reads."""
+        q, k, v = self.qkv(hidden).view(self._shape).split(self._heads, dim=1)
+        keys, values = cache
+        rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
+        decode, prefill = batch.decode, batch.prefill
+        if prefill is None:
+            assert decode is not None, "a step has at least one row"
+            attended = self._decode(q, decode, cache, None)
+        elif decode is None:
+            attended = self._prefill(q, prefill, cache, None)
+        else:
+            attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            self._decode(q[: decode.num_rows], decode, cache, attended[: decode.num_rows])
+            self._prefill(q[decode.num_rows :], prefill, cache, attended[decode.num_rows :])
+        return self.output(attended.view(-1, self._width))
+
+    def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+        return attention_decode(
+            q,
+            *cache,
+            rows.block_table,
+            rows.seq_lens,
+            self._scale,
+            out,
+            workspace=self._workspace,
+            max_seq_len=rows.max_seq_len,
+        )
+
+    def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+        return attention_prefill(
+            q,
+            *cache,
+            rows.block_table,
+            rows.query_start,
+            rows.seq_lens,
+            self._scale,
+            out,
+            max_query_len=rows.max_query_len,
+            max_seq_len=rows.max_seq_len,
+        )

@@ -1,0 +1,186 @@
+"""From a configuration to a runner that is ready: device, weights, memory, cache, warm-up. Knows no requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from manta.kernels.attention_decode import DecodeWorkspace
+from manta.kernels.runtime import keep_freed_memory
+
+from .config import EngineConfig
+from .errors import ConfigError
+from .kv_cache import CacheLayout, NumBlocks, blocks_in_device_memory, blocks_in_host_memory, blocks_wanted
+from .layers.attention import LayerCache
+from .model_shape import ModelShape
+from .model_source import ModelSource
+from .models.decoder import Decoder
+from .profiling import measure_peak_bytes, warm_up
+from .runner import ModelRunner
+from .weights.load import load_weights
+
+RESERVE_MARGIN_BYTES = 512 << 20
+"""Of a GPU, kept free beside the measured peak: the allocator's fragments and what libraries load late."""
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class BuiltRunner:
+    """A runner and the sizes that were settled while it was built, in tokens unless they say otherwise."""
+
+    runner: ModelRunner
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    device: torch.device
+    dtype: str
+    memory_ledger_bytes: dict[str, int]
+    """weights, kv_cache, workspace (buffers that live as long as the runner), reserve (activations of a step)."""
+    notes: tuple[str, ...]
+    """Sentences for the operator: why so many blocks, and whether the context had to be clipped."""
+
+
+def build_model_runner(
+    config: EngineConfig, source: ModelSource, shape: ModelShape, *, report: Report = lambda name, seconds: None
+) -> BuiltRunner:
+    """Load the weights, size and allocate the cache, compile what steps need.
+
+    `report` is told each phase's name and seconds: weights, profile (CUDA), kv_cache, warmup (CUDA). Raises ConfigError
+    or CheckpointError with a sentence that says what to change.
+    """
+    phases = _Phases(report)
+    device = choose_device(config.device)
+    dtype_name = config.model.dtype if config.model.dtype != "auto" else shape.dtype
+    if device.type == "cpu":
+        keep_freed_memory()
+        dtype_name = "float32" if config.model.dtype == "auto" else dtype_name
+    else:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("highest")  # no TF32
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    max_num_seqs = config.scheduler.max_num_seqs
+    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 512)
+    block_size = config.cache.block_size or (64 if device.type == "cuda" else 16)
+    wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype)
+
+    workspace = _decode_workspace(shape, max_num_seqs, device)
+    parameters = load_weights(source, shape, dtype=dtype, device=device, seed=config.model.seed)
+    model = Decoder(shape, parameters, max_position=wanted_len + block_size, workspace=workspace)
+    del parameters
+    phases.end("weights")
+
+    ledger = {"weights": model.num_weight_bytes, "workspace": _workspace_bytes(model, workspace)}
+    if device.type == "cuda":
+        ledger["reserve"] = RESERVE_MARGIN_BYTES + measure_peak_bytes(
+            model, layout, max_num_seqs=max_num_seqs, max_num_tokens=max_num_batched_tokens, device=device
+        )
+        phases.end("profile")
+    num_blocks = _num_blocks(config, layout, device, reserve_bytes=ledger.get("reserve", 0))
+    ledger["kv_cache"] = num_blocks.count * layout.block_bytes
+    max_model_len = min(wanted_len, num_blocks.count * block_size)
+    caches = _allocated(layout, num_blocks, device)
+    phases.end("kv_cache")
+
+    runner = ModelRunner(
+        model,
+        caches,
+        device=device,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+    )
+    if device.type == "cuda":
+        warm_up(runner, max_num_seqs=max_num_seqs)
+        phases.end("warmup")
+    notes = [num_blocks.reason]
+    if max_model_len < wanted_len:
+        notes.append(
+            f"max_model_len is clipped from {wanted_len} to {max_model_len}: {num_blocks.count} blocks hold that"
+        )
+    return BuiltRunner(
+        runner=runner,
+        num_blocks=num_blocks.count,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        device=device,
+        dtype=dtype_name,
+        memory_ledger_bytes=ledger,
+        notes=tuple(notes),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `device` names, with its index on CUDA. Raises ConfigError when it cannot be used."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= count:
+        found = f"{count} CUDA devices are" if count else "no CUDA device is"
+        raise ConfigError(f"device = {name!r}: {found} usable here; use device=cpu or another number", field="device")
+    return torch.device("cuda", index)
+
+
+class _Phases:
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._since_s = time.monotonic()
+
+    def end(self, name: str) -> None:
+        now_s = time.monotonic()
+        self._report(name, now_s - self._since_s)
+        self._since_s = now_s
+
+
+def _decode_workspace(shape: ModelShape, max_num_seqs: int, device: torch.device) -> DecodeWorkspace | None:
+    if device.type != "cuda":
+        return None
+    return DecodeWorkspace.allocate(
+        max_num_seqs=max_num_seqs,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        device=device,
+    )
+
+
+def _workspace_bytes(model: Decoder, workspace: DecodeWorkspace | None) -> int:
+    tensors = [model.cos_sin] + ([] if workspace is None else [workspace.partial, workspace.log_sum])
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device, *, reserve_bytes: int) -> NumBlocks:
+    if config.cache.num_blocks is not None:
+        return blocks_wanted(config.cache.num_blocks)
+    if device.type == "cpu":
+        return blocks_in_host_memory(layout, config.cache.cpu_cache_gib)
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return blocks_in_device_memory(
+        layout,
+        total_bytes=total_bytes,
+        used_bytes=total_bytes - free_bytes,
+        reserve_bytes=reserve_bytes,
+        memory_fraction=config.cache.memory_fraction,
+    )
+
+
+def _allocated(layout: CacheLayout, num_blocks: NumBlocks, device: torch.device) -> list[LayerCache]:
+    try:
+        return layout.allocate(num_blocks.count, device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        size_gib = num_blocks.count * layout.block_bytes / (1 << 30)
+        raise ConfigError(
+            f"cache.num_blocks = {num_blocks.count}: {size_gib:.1f} GiB cannot be allocated on {device} ({error})",
+            field="cache.num_blocks",
+        ) from None

@@ -1,0 +1,76 @@
+"""Runs a model at its largest step to see what memory that takes, and at each size whose kernels differ. CUDA only.
+
+Knows no configuration and no scheduler: plans are written out here.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import torch
+
+from .kv_cache import CacheLayout
+from .models.decoder import Decoder
+from .plan import NewSequence, Row, StepPlan
+from .request import MAX_LOGPROBS, SamplingParams
+from .runner import ModelRunner
+
+
+def measure_peak_bytes(
+    model: Decoder, layout: CacheLayout, *, max_num_seqs: int, max_num_tokens: int, device: torch.device
+) -> int:
+    """Bytes that the largest step allocates at its peak, with all features of sampling and their state.
+
+    `max_num_tokens` tokens of as many sequences as may run, each of which samples. The cache is one block, which all
+    sequences overwrite: that changes no size.
+    """
+    num_seqs = min(max_num_seqs, max_num_tokens)
+    lengths = [len(part) for part in np.array_split(np.arange(max_num_tokens), num_seqs)]
+    runner = ModelRunner(
+        model,
+        layout.allocate(1, device),
+        device=device,
+        max_num_seqs=num_seqs,
+        max_model_len=lengths[0],
+        block_size=layout.block_size,
+    )
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
+    blocks = [0] * -(-lengths[0] // layout.block_size)
+    plan = StepPlan(
+        0,
+        [],
+        [NewSequence(slot, [0] * length, length, blocks, params, []) for slot, length in enumerate(lengths)],
+        [Row(slot, 0, length, [], True, False) for slot, length in enumerate(lengths)],
+    )
+    torch.cuda.synchronize(device)
+    before_bytes = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.launch(plan).result()
+    peak_bytes = torch.cuda.max_memory_allocated(device)
+    runner.close()
+    return peak_bytes - before_bytes
+
+
+def warm_up(runner: ModelRunner, *, max_num_seqs: int) -> None:
+    """Prefill and decode sequences in every number that has kernels of its own, with every kind of draw.
+
+    All of them use block 0, where nothing is cached yet; the runner's slots are free again afterwards.
+    """
+    step_ids = count()
+    sizes = sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)})
+    greedy, drawn, filtered = (
+        SamplingParams(temperature=temperature, top_p=top_p, seed=0)
+        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
+    )
+    for params, num_seqs in [(drawn, 1), (filtered, 1), *((greedy, size) for size in sizes)]:
+        slots = range(num_seqs)
+        new = [NewSequence(slot, [0, 0], 2, [0], params, []) for slot in slots]
+        prefills = [Row(slot, 0, 2, [], True, False) for slot in slots]
+        decodes = [Row(slot, 2, 1, [], True, True) for slot in slots]
+        for plan in (
+            StepPlan(next(step_ids), [], new, prefills),
+            StepPlan(next(step_ids), [], [], decodes),
+            StepPlan(next(step_ids), list(slots), [], []),
+        ):
+            runner.launch(plan).result()

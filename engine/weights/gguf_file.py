@@ -1,0 +1,79 @@
+"""Reads the tensors of a GGUF file, dequantized by the `gguf` package, a few megabytes at a time.
+
+Knows where tensors go only as a mapping from parameters to views; the header is read by engine/gguf_file.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from manta.engine.errors import CheckpointError
+from manta.engine.gguf_file import GgufTensor, read_gguf_header
+from manta.engine.models.family import Family, Parameter
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Elements that are dequantized at once."""
+
+
+def read_gguf(file: Path, family: Family, views: Mapping[Parameter, torch.Tensor], *, head_dim: int) -> None:
+    """Fill every view. Raises CheckpointError naming the tensor that is missing, short, mis-shaped or of a type that
+    cannot be dequantized."""
+    header = read_gguf_header(file)
+    data = np.memmap(file, dtype=np.uint8, mode="r")
+    for parameter, view in views.items():
+        name = family.gguf_name(parameter)
+        tensor = header.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{file}: tensor {name} is missing")
+        if tensor.shape[::-1] != tuple(view.shape):
+            raise CheckpointError(
+                f"{file}: tensor {name} has shape {tensor.shape[::-1]}, the metadata ask for {tuple(view.shape)}"
+            )
+        is_interleaved = family.gguf_interleaves_rotary and parameter.part in ("q", "k")
+        for rows, values in _dequantized(file, data, tensor, rows_multiple=head_dim):
+            chunk = view[rows : rows + values.shape[0]]
+            if is_interleaved:
+                # [heads, 2, dim / 2, ...] here is [heads, dim / 2, 2, ...] in the file
+                halves = chunk.view(-1, 2, head_dim // 2, *chunk.shape[1:]).transpose(1, 2)
+                halves.copy_(values.view(halves.shape))
+            else:
+                chunk.copy_(values)
+
+
+def _dequantized(
+    file: Path, data: np.ndarray, tensor: GgufTensor, *, rows_multiple: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, fp32 values) of runs of rows, each a multiple of `rows_multiple` rows long, save the last."""
+    try:
+        kind = GGMLQuantizationType(tensor.type_id)
+    except ValueError:
+        raise CheckpointError(f"{file}: tensor {tensor.name} is of unknown type {tensor.type_id}") from None
+    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+    row_elements, num_rows = tensor.shape[0], math.prod(tensor.shape[1:])
+    if len(tensor.shape) == 1:
+        row_elements, num_rows = 1, tensor.shape[0]
+    row_bytes, rest = divmod(row_elements * block_bytes, block_elements)
+    if rest:
+        raise CheckpointError(f"{file}: rows of tensor {tensor.name} are no whole number of {kind.name} blocks")
+    if tensor.offset + num_rows * row_bytes > data.size:
+        raise CheckpointError(f"{file} is cut short: tensor {tensor.name} reaches beyond its end; get it again")
+    num_at_once = max(_CHUNK_ELEMENTS // (row_elements * rows_multiple), 1) * rows_multiple
+    for first in range(0, num_rows, num_at_once):
+        count = min(num_at_once, num_rows - first)
+        start = tensor.offset + first * row_bytes
+        raw = data[start : start + count * row_bytes].reshape(count, row_bytes)
+        try:
+            values = dequantize(raw, kind)
+        except NotImplementedError:
+            message = f"{file}: tensor {tensor.name} is of type {kind.name}, which cannot be dequantized"
+            raise CheckpointError(message) from None
+        values = np.ascontiguousarray(values, dtype=np.float32)
+        values = values if values.flags.writeable else values.copy()
+        yield first, torch.from_numpy(values).view(count if len(tensor.shape) == 1 else (count, row_elements))

@@ -1,0 +1,87 @@
+"""Reads safetensors: one file or shards with an index, each tensor memory-mapped straight into its slice.
+
+Knows where tensors go only as a mapping from parameters to views.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from manta.engine.errors import CheckpointError
+from manta.engine.models.family import Family, Parameter
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def read_safetensors(folder: Path, family: Family, views: Mapping[Parameter, torch.Tensor]) -> None:
+    """Fill every view. Raises CheckpointError naming the shard or tensor that is missing, short or mis-shaped."""
+    file_of = _files_of_tensors(folder)
+    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+    missing = []
+    for parameter, view in views.items():
+        name = family.hugging_face_name(parameter)
+        if name in file_of:
+            by_file.setdefault(file_of[name], []).append((name, view))
+        else:
+            missing.append(name)
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{folder}: tensor {missing[0]}{others} missing; the config asks for what is not there")
+    for file, wanted in by_file.items():
+        _read_file(file, wanted)
+
+
+def _read_file(file: Path, wanted: list[tuple[str, torch.Tensor]]) -> None:
+    with ExitStack() as stack:
+        opened = stack.enter_context(_open(file))
+        held = set(opened.keys())
+        for name, view in wanted:
+            if name not in held:
+                raise CheckpointError(f"{file}: tensor {name} is missing, though the index says that it is here")
+            shape = tuple(opened.get_slice(name).get_shape())
+            if shape != tuple(view.shape):
+                asked = tuple(view.shape)
+                raise CheckpointError(f"{file}: tensor {name} has shape {shape}, the config asks for {asked}")
+            view.copy_(opened.get_tensor(name))
+
+
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Tensor name -> its file; every file exists."""
+    index = folder / _INDEX
+    if index.is_file():
+        names = _weight_map(index)
+        for file in sorted(set(names.values())):
+            if not (folder / file).is_file():
+                raise CheckpointError(f"{folder}: shard {file} is missing, though {_INDEX} names it; get it again")
+        return {name: folder / file for name, file in names.items()}
+    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no .safetensors file")
+    file_of: dict[str, Path] = {}
+    for file in files:
+        with _open(file) as opened:
+            file_of |= dict.fromkeys(opened.keys(), file)
+    return file_of
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{index} is not a whole index of shards ({error!r}): get it again") from None
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or cut short ({error}): get it again") from None
