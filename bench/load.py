@@ -128,16 +128,16 @@ class StreamReader:
     def feed(self, now_s: float, data: bytes) -> None:
         """Take a part of the body that arrived at `now_s`."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
-        has_output = False
+        num_before = self._record.num_events
         for event in events:
             if any(mark in event for mark in _PLAIN):
                 # A token whose text is held back (half a character) arrives with the next one, as for any client.
-                has_output = True
+                self._record.num_events += 1
             elif event == b"data: [DONE]":
                 self._is_done = True
             elif event.startswith(b"data: "):
-                has_output |= self._read(event)
-        if has_output:
+                self._record.num_events += self._read(event)
+        if self._record.num_events > num_before:
             self._record.arrivals_s.append(now_s)
 
     def problem(self) -> str | None:

@@ -75,7 +75,7 @@ def lags_s(records: Sequence[RequestRecord], step_s: float) -> list[float]:
 def run(
     config: EngineConfig,
     *,
-    target: str = "sim-h200",
+    target: str = "smollm2-135m",
     proxies: Sequence[str] = PROXIES,
     sizes: Sizes = Sizes(),
     json_path: Path | None = None,
@@ -84,7 +84,9 @@ def run(
     """Measure each proxy beside the bare server.
 
     `target` is what `manta serve` is given; `config` is the engine that it means, for the engine's own time to first
-    token in this process. Both get the device `sim:<step>ms`. Raises ServerDied when a server does not start.
+    token in this process. Both get the device `sim:<step>ms`. The tokenizer must know the model's whole vocabulary:
+    simulated tokens come from all of it, and one without text makes no event, which would flatter the CPU per token.
+    Raises ServerDied when a server does not start.
     """
     report = Report(
         "overhead",
@@ -203,6 +205,8 @@ class Overhead:
         middle = sorted(samples, key=lambda sample: sample.cpu_us_per_token)[(len(samples) - 1) // 2]
         self._figure(f"{name}_cpu_us_per_token", median([sample.cpu_us_per_token for sample in samples]))
         self._figure(f"{name}_idle_cpu_ms_per_s", median([sample.idle_cpu_s_per_s for sample in samples]) * 1e3)
+        num_events = sum(record.num_events for record in records)
+        self._figure(f"{name}_events_per_token", num_events / sum(record.num_output_tokens for record in records))
         self._figure(f"{name}_client_cpu_us_per_token", middle.load.client_cpu_s * 1e6 / middle.num_tokens)
         self._figure(f"{name}_burst_ttft_median_ms", summarize(middle.load.records).ttft.median * 1e3)
         self._figure(f"{name}_stream_lag_median_ms", median(lags) * 1e3)
@@ -241,7 +245,7 @@ async def _event_bytes(client: HttpClient, target: Target) -> int:
         sizes.extend(len(event) + 2 for event in data.split(b"\n\n") if b'"finish_reason":null' in event)
 
     body = f'{{"model":"{target.model}","prompt":[5000,5001],"max_tokens":40,"stream":true,"ignore_eos":true}}'
-    await client.request("POST", "/v1/completions", body.encode(), on_body=count)
+    reply = await client.request("POST", "/v1/completions", body.encode(), on_body=count)
     if not sizes:
-        raise EngineFailed("A stream of the server held no token events.")
+        raise EngineFailed(f"A stream of the server held no token events ({reply.status} {reply.body[:200]!r}).")
     return round(sum(sizes) / len(sizes))

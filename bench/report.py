@@ -152,7 +152,7 @@ def figures_table(title: str, figures: Mapping[str, float]) -> Table:
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures.items():
-        table.add_row(name, f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}")
+        table.add_row(name, f"{value:,.5g}" if abs(value) < 1000 else f"{value:,.0f}")
     return table
 
 

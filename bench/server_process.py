@@ -17,7 +17,8 @@ from manta.deploy import settings
 from manta.engine.errors import MantaError
 
 from .http_client import HttpClient
-from .load import ServerProblem, find_target
+from .load import ServerProblem, find_target, send_one
+from .workloads import Item
 
 STOP_TIMEOUT_S = 60.0
 
@@ -41,7 +42,7 @@ def manta_command(*arguments: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def running(command: Sequence[str], url: str, *, timeout_s: float = 180.0) -> AsyncIterator[ServerProcess]:
-    """Run `command` until the block ends; ready when a model is listed at `url`. Raises ServerDied."""
+    """Run `command` until the block ends; ready when it has answered a completion at `url`. Raises ServerDied."""
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as folder:
         log = Path(folder) / "output"
         begin_s = time.monotonic()
@@ -66,8 +67,9 @@ async def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path, unt
     try:
         while True:
             with contextlib.suppress(ServerProblem):
-                await find_target(client)
-                return
+                target = await find_target(client)
+                if (await send_one(client, target, Item([5000], 1), time.monotonic())).ok:
+                    return
             if process.poll() is not None or time.monotonic() > until_s:
                 lines = log.read_text(errors="replace").strip().splitlines()[-5:]
                 raise ServerDied(f"the server for the measurement did not start: {' | '.join(lines) or 'no output'}")

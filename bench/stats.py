@@ -63,6 +63,8 @@ class RequestRecord:
     started_s: float | None = None
     """When the engine first worked on it, where that can be seen."""
     num_output_tokens: int = 0
+    num_events: int = 0
+    """Messages that brought output, where it comes as messages: fewer than tokens when text was held back."""
     token_ids: list[int] = field(default_factory=list)
     """The output, where the measurement sees ids."""
     finished_s: float | None = None

@@ -142,7 +142,7 @@ def reference_command(
 
 @bench_app.command("overhead")
 def overhead_command(
-    model: Model = "sim-h200",
+    model: Model = "smollm2-135m",
     proxies: Annotated[str, typer.Option(help="Of haproxy, serve.")] = "haproxy,serve",
     streams: Annotated[int, typer.Option(help="At once.")] = 64,
     json: Json = None,
