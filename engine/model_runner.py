@@ -100,9 +100,7 @@ def build_model_runner(
         phases.end("warmup")
     notes = [num_blocks.reason]
     if max_model_len < wanted_len:
-        notes.append(
-            f"max_model_len is clipped from {wanted_len} to {max_model_len}: {num_blocks.count} blocks hold that"
-        )
+        notes.append(f"max_model_len is clipped from {wanted_len} to the {max_model_len} tokens that the blocks hold")
     return BuiltRunner(
         runner=runner,
         num_blocks=num_blocks.count,

@@ -1,0 +1,207 @@
+"""The runner on a CUDA GPU: golden tokens in fp32, equality with the CPU, 16-bit logits, memory, no hidden waiting.
+
+`pytest -m gpu`. The demo model is expected where `manta fetch smollm2-135m` puts it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manta.engine.model_runner import BuiltRunner
+from manta.engine.plan import Row, StepPlan
+from manta.engine.request import SamplingParams
+from tests.engine.runners import GREEDY, Driver, build, expected_greedy, save_tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data/golden/smollm2_135m_q4_1.json").read_text())["prompts"]
+IDS = [golden["prompt_ids"] for golden in GOLDEN]
+PROMPTS = [[5, 17, 99, 3, 44], [20 + i for i in range(150)], [7], [150, 151] * 9]
+SMALL = {"memory_fraction": 0.3, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    return folder, save_tiny(folder, **sizes)
+
+
+@pytest.fixture(autouse=True)
+def released_memory() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def cuda(model: str | Path, **overrides: Any) -> BuiltRunner:
+    return build(model, **{"device": "cuda", "num_blocks": 200, **SMALL, **overrides})
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_fp32_gives_the_golden_tokens(block_size: int):
+    built = cuda("smollm2-135m", block_size=block_size, num_blocks=400)
+    driver = Driver(built)
+    tokens = driver.generate(IDS, 64, SamplingParams(temperature=0.0, logprobs=5))
+    first = next(result for _, result in driver.results if result.token_ids)
+    for index, golden in enumerate(GOLDEN):
+        expected = golden["continuation_ids"]
+        assert tokens[index][: len(expected)] == expected
+        found = [logprob + golden["first_step_logsumexp"] for logprob in first.logprobs[index].top_logprobs]
+        assert found == pytest.approx([logit for _, logit in golden["first_step_top5"]], abs=2e-3)
+    built.runner.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.05)])
+def test_16_bit_logits_are_near_those_of_fp32(dtype: str, tolerance: float):
+    built = cuda("smollm2-135m", dtype=dtype, num_blocks=400)
+    driver = Driver(built)
+    driver.generate(IDS, 1, SamplingParams(temperature=0.0, logprobs=20))
+    first = next(result for _, result in driver.results if result.token_ids)
+    for index, golden in enumerate(GOLDEN):
+        entry = first.logprobs[index]
+        found = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        best_id, best_logit = golden["first_step_top5"][0]
+        assert found[best_id] == pytest.approx(best_logit - golden["first_step_logsumexp"], abs=tolerance)
+    built.runner.close()
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 33])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_tokens_are_those_of_transformers_on_the_cpu(tiny: tuple[Path, Any], block_size: int, chunk: int | None):
+    built = cuda(tiny[0], block_size=block_size)
+    found = Driver(built).generate(PROMPTS, 12, chunk=chunk)
+    assert found == [expected_greedy(tiny[1], prompt, 12) for prompt in PROMPTS]
+    built.runner.close()
+
+
+FEATURES = [
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"temperature": 0.0, "logit_bias": {7: 3.0, 9: -100.0}, "min_tokens": 5, "logprobs": 3},
+    {"temperature": 1.1, "seed": 5},
+    {"temperature": 1.1, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=str)
+def test_sampling_is_that_of_the_cpu(tiny: tuple[Path, Any], options: dict[str, Any]):
+    params = SamplingParams(**{"seed": 0, **options})
+    on_cpu, on_gpu = build(tiny[0]), cuda(tiny[0])
+    drivers = [Driver(on_cpu), Driver(on_gpu)]
+    expected, found = (driver.generate(PROMPTS, 16, params) for driver in drivers)
+    assert found == expected
+    for (_, x), (_, y) in zip(drivers[0].results, drivers[1].results, strict=True):
+        assert x.logprobs.keys() == y.logprobs.keys()
+        for row, entry in x.logprobs.items():
+            assert y.logprobs[row].logprob == pytest.approx(entry.logprob, abs=1e-3)
+    for built in (on_cpu, on_gpu):
+        built.runner.close()
+
+
+def test_prompt_logprobs_are_those_of_the_cpu(tiny: tuple[Path, Any]):
+    params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=2)
+    found = []
+    for built in (build(tiny[0]), cuda(tiny[0])):
+        driver = Driver(built)
+        driver.generate(PROMPTS, 2, params, chunk=50)
+        found.append(
+            [e for _, result in driver.results for entries in result.prompt_logprobs.values() for e in entries]
+        )
+        built.runner.close()
+    assert len(found[0]) == sum(len(prompt) - 1 for prompt in PROMPTS)
+    for x, y in zip(*found, strict=True):
+        assert x.token_id == y.token_id
+        assert y.logprob == pytest.approx(x.logprob, abs=1e-3)
+
+
+def test_a_step_never_waits_for_the_device(tiny: tuple[Path, Any]):
+    """torch reports every call that synchronizes; launching must make none, with all features of sampling on."""
+    built = cuda(tiny[0])
+    driver = Driver(built)
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, seed=1, repetition_penalty=1.2, logprobs=2, logit_bias={4: 1.0}, min_tokens=9
+    )
+    sequences = [driver.sequence(slot, prompt, params) for slot, prompt in enumerate(PROMPTS)]
+    first = [Row(s.slot, 0, len(s.token_ids), [], True, False, 0) for s in sequences]
+    then = [Row(s.slot, len(s.token_ids), 1, [], True, True) for s in sequences]
+    freed = StepPlan(2, [0, 1, 2, 3], [], [])
+    for handle in [
+        built.runner.launch(plan) for plan in (StepPlan(0, [], sequences, first), StepPlan(1, [], [], then), freed)
+    ]:
+        handle.result()  # once, so that every kernel is compiled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        handles = [built.runner.launch(plan) for plan in (StepPlan(3, [], sequences, first), StepPlan(4, [], [], then))]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(handle.result().token_ids) for handle in handles] == [4, 4]
+    built.runner.close()
+
+
+def test_the_cache_fills_its_share_of_memory_and_the_largest_step_fits(tiny: tuple[Path, Any]):
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    fraction = min(0.5, 0.8 * free_bytes / total_bytes)
+    built = cuda(tiny[0], num_blocks=None, memory_fraction=fraction, max_num_batched_tokens=4096, max_num_seqs=64)
+    ledger = built.memory_ledger_bytes
+    assert set(ledger) == {"weights", "workspace", "reserve", "kv_cache"}
+    assert 0.8 * fraction * total_bytes < sum(ledger.values()) <= fraction * total_bytes
+    assert "for a step's activations" in built.notes[0]
+    driver = Driver(built)
+    prompts = [[(31 * i + slot) % 200 + 3 for i in range(63)] for slot in range(64)]
+    tokens = driver.generate(prompts, 3, SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=20))
+    assert all(len(each) == 3 for each in tokens)
+    free_after_bytes, _ = torch.cuda.mem_get_info()
+    assert total_bytes - free_after_bytes <= fraction * total_bytes
+    built.runner.close()
+
+
+def test_matrix_products_are_not_done_in_tf32(tiny: tuple[Path, Any]):
+    built = cuda(tiny[0])
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+    built.runner.close()
+
+
+def test_nothing_warns(tiny: tuple[Path, Any]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built = cuda(tiny[0])
+        Driver(built).generate(PROMPTS, 3, GREEDY)
+        built.runner.close()
+
+
+LLAMA_8B = Path(__file__).parents[2] / "deploy/configs/llama_3_1_8b/config.json"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 << 30,
+    reason="needs 40 GiB of GPU memory",
+)
+def test_a_dummy_of_llama_8b_runs_at_its_full_sizes():
+    built = build(
+        LLAMA_8B, device="cuda", dtype="bfloat16", load_format="dummy", max_num_seqs=256, memory_fraction=0.85
+    )
+    assert built.memory_ledger_bytes["weights"] == pytest.approx(16.06e9, rel=0.01)
+    assert built.num_blocks > 1000
+    driver = Driver(built)
+    prompts = [[(101 * i + slot) % 120_000 + 10 for i in range(700)] for slot in range(8)]
+    params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=0, seed=0)
+    tokens = driver.generate(prompts, 8, params)
+    assert len({tuple(each) for each in tokens}) == 8
+    entries = [entry for _, result in driver.results for entry in result.logprobs.values()]
+    assert all(-12.0 < entry.logprob < 0.0 for entry in entries)  # of order one: neither flat nor one-hot
+    built.runner.close()
