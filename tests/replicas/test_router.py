@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -224,11 +225,14 @@ async def test_beyond_the_bound_requests_are_refused_quickly() -> None:
         await one.ready("a")
         running = [asyncio.create_task(collect(one.router, request(f"r{i}", max_tokens=2000))) for i in range(3)]
         await become_true(lambda: len(one.held) == 3)
-        start_s = time.monotonic()
-        with pytest.raises(Overloaded) as refused:
-            await collect(one.router, request("too many"))
-        assert time.monotonic() - start_s < 0.05
-        assert refused.value.retry_after_s > 0
+        waits_s = []
+        for i in range(9):
+            start_s = time.monotonic()
+            with pytest.raises(Overloaded) as refused:
+                await collect(one.router, request(f"too many {i}"))
+            waits_s.append(time.monotonic() - start_s)
+            assert refused.value.retry_after_s > 0
+        assert statistics.median(waits_s) < 0.05
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
