@@ -7,6 +7,7 @@ leaves. The router only enacts choices made before: a call goes to the replica t
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +85,10 @@ class ServeDirectory:
 
     def hold(self, replica_id: str, request_id: str) -> Callable[[], None]:
         """One Serve call, open until the request ended: Serve counts it, and lets it end before a replica stops."""
-        task = asyncio.get_running_loop().create_task(self._held(replica_id, request_id))
+        # In a context of its own: calls made inside one HTTP request share Serve's internal request id, and its router
+        # spins, blocking the event loop, while two calls with the same id are pending.
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._held(replica_id, request_id), context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

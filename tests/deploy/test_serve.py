@@ -26,13 +26,13 @@ STEP_S = 0.02
 
 
 class Served:
-    """One `manta serve` of a simulated device whose steps take 20 ms, in a session of its own."""
+    """One `manta serve`, in a session of its own; by default of a simulated device whose steps take 20 ms."""
 
-    def __init__(self, *settings: str) -> None:
+    def __init__(self, *settings: str, target: str = "sim-h200", device: str = "sim:20ms") -> None:
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-u", "-m", "manta", "serve", "sim-h200", "--port", str(self.port)]
-        for setting in ("device=sim:20ms", *settings):
+        command = [sys.executable, "-u", "-m", "manta", "serve", target, "--port", str(self.port)]
+        for setting in (f"device={device}", *settings):
             command += ["--set", setting]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -66,6 +66,14 @@ class Served:
             time.sleep(0.05)
         check_port("127.0.0.1", self.port)
 
+    def close(self) -> None:
+        """Kill what still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def stream(self, prompt: str, max_tokens: int) -> list[dict | str]:
         """The events of one streamed completion; the last one is "DONE" if the server said so."""
         body = {"model": "sim-h200", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
@@ -93,11 +101,7 @@ def serve() -> Iterator:
 
     yield start
     for served in started:
-        if served.process.poll() is None:
-            served.process.kill()
-        served.process.wait()
-        assert served.process.stdout is not None
-        served.process.stdout.close()
+        served.close()
 
 
 def manta(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:

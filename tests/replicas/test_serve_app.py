@@ -31,11 +31,7 @@ def server() -> Iterator[Served]:
         assert one.wait_exit() == 0, one.output
         one.assert_nothing_left()
     finally:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
-        assert one.process.stdout is not None
-        one.process.stdout.close()
+        one.close()
 
 
 class ClientLeaves(Exception):
@@ -148,6 +144,14 @@ def test_streams_wait_for_a_replacement_when_all_engines_are_killed(
     wait_until(lambda: len(shard_pids(server)) == 2, timeout_s=10)
     gauges = ("manta_requests_running", "manta_requests_waiting", "manta_kv_cache_usage", "manta_edge_requests_waiting")
     assert {name: metric(server, name) for name in gauges} == dict.fromkeys(gauges, 0.0)
+
+
+def test_many_choices_of_one_request_do_not_block_the_edge(server: Served) -> None:
+    """Serve's router must not be given several pending calls under one internal request id."""
+    body = {"model": "sim-h200", "prompt": "x", "max_tokens": 2, "temperature": 1.0, "n": 16}
+    for _ in range(5):
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=5, trust_env=False)
+        assert len(reply.json()["choices"]) == 16
 
 
 def test_a_client_that_leaves_has_its_work_cancelled(server: Served) -> None:

@@ -44,7 +44,9 @@ def body_of(golden: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": golden["prompt"], **common}
 
 
-def test_golden_tokens(server: Server) -> None:
+def assert_golden_tokens(server: Server) -> None:
+    """All prompts at once, not streamed."""
+
     def check(golden: dict[str, Any]) -> None:
         path, body = body_of(golden)
         answer = server.ok(path, **body)
@@ -61,7 +63,9 @@ def test_golden_tokens(server: Server) -> None:
     at_once([lambda golden=golden: check(golden) for golden in GOLDEN])
 
 
-def test_golden_tokens_streamed(server: Server) -> None:
+def assert_golden_tokens_streamed(server: Server) -> None:
+    """All prompts at once, streamed."""
+
     def check(golden: dict[str, Any]) -> None:
         path, body = body_of(golden)
         choices = [event["choices"][0] for event in server.events(path, **body) if event != "[DONE]"]
@@ -70,6 +74,14 @@ def test_golden_tokens_streamed(server: Server) -> None:
         assert "".join(texts) == golden["text"].removesuffix("<|im_end|>")
 
     at_once([lambda golden=golden: check(golden) for golden in GOLDEN])
+
+
+def test_golden_tokens(server: Server) -> None:
+    assert_golden_tokens(server)
+
+
+def test_golden_tokens_streamed(server: Server) -> None:
+    assert_golden_tokens_streamed(server)
 
 
 def test_chat_logprobs_have_exact_bytes(server: Server) -> None:
