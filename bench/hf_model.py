@@ -42,6 +42,8 @@ def load_hf_model(source: ModelSource, shape: ModelShape, *, dtype: str, device:
         model = _from_gguf(source, shape, torch_dtype)
     else:
         raise CheckpointError(f"{source.name}: the comparison needs a checkpoint of safetensors or a Llama GGUF file")
+    # As our `ignore_eos`: `min_new_tokens` would forbid the end-of-sequence token instead of going on after it.
+    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.to(device)
     return model.eval()

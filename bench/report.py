@@ -55,14 +55,14 @@ class Report:
         }
 
     def finish(self, console: Console | None, json_path: Path | None) -> None:
-        """Print the table to `console` and write the JSON to `json_path`, each if given."""
+        """Write the JSON to `json_path`, then print the table to `console`, each if given."""
+        if json_path is not None:
+            write_json(json_path, self.tree())
         if console is not None:
             console.print(describe(self.environment), highlight=False)
             console.print("model: " + _inline(self.model), highlight=False)
             console.print("workload: " + _inline(self.workload), highlight=False)
             console.print(figures_table(self.bench, self.figures))
-        if json_path is not None:
-            write_json(json_path, self.tree())
 
 
 def write_json(path: Path, tree: Mapping[str, Any]) -> None:
