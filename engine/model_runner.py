@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,7 @@ from manta.kernels.runtime import keep_freed_memory
 
 from .config import EngineConfig
 from .errors import ConfigError
-from .kv_cache import CacheLayout, NumBlocks, blocks_in_device_memory, blocks_in_host_memory, blocks_wanted
-from .layers.attention import LayerCache
+from .kv_cache import GIB, CacheLayout, NumBlocks, blocks_in_device_memory, blocks_in_host_memory, blocks_wanted
 from .model_shape import ModelShape
 from .model_source import ModelSource
 from .models.decoder import Decoder
@@ -69,22 +69,32 @@ def build_model_runner(
     wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype)
 
-    workspace = _decode_workspace(shape, max_num_seqs, device)
-    parameters = load_weights(source, shape, dtype=dtype, device=device, seed=config.model.seed)
-    model = Decoder(shape, parameters, max_position=wanted_len + block_size, workspace=workspace)
-    del parameters
+    with _explained(f"the weights of {source.name} do not fit {device}", field="device"):
+        workspace = _decode_workspace(shape, max_num_seqs, device)
+        parameters = load_weights(source, shape, dtype=dtype, device=device, seed=config.model.seed)
+        model = Decoder(shape, parameters, max_position=wanted_len + block_size, workspace=workspace)
+        del parameters
     phases.end("weights")
 
     ledger = {"weights": model.num_weight_bytes, "workspace": _workspace_bytes(model, workspace)}
     if device.type == "cuda":
-        ledger["reserve"] = RESERVE_MARGIN_BYTES + measure_peak_bytes(
-            model, layout, max_num_seqs=max_num_seqs, max_num_tokens=max_num_batched_tokens, device=device
-        )
+        with _explained(
+            f"a step of scheduler.max_num_batched_tokens = {max_num_batched_tokens} does not fit beside the weights",
+            field="scheduler.max_num_batched_tokens",
+        ):
+            peak_bytes = measure_peak_bytes(
+                model, layout, max_num_seqs=max_num_seqs, max_num_tokens=max_num_batched_tokens, device=device
+            )
+        ledger["reserve"] = peak_bytes + RESERVE_MARGIN_BYTES
         phases.end("profile")
     num_blocks = _num_blocks(config, layout, device, reserve_bytes=ledger.get("reserve", 0))
     ledger["kv_cache"] = num_blocks.count * layout.block_bytes
     max_model_len = min(wanted_len, num_blocks.count * block_size)
-    caches = _allocated(layout, num_blocks, device)
+    cache_gib = num_blocks.count * layout.block_bytes / GIB
+    with _explained(
+        f"a cache of {num_blocks.count} blocks ({cache_gib:.1f} GiB) does not fit", field="cache.num_blocks"
+    ):
+        caches = layout.allocate(num_blocks.count, device)
     phases.end("kv_cache")
 
     runner = ModelRunner(
@@ -173,12 +183,14 @@ def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device,
     )
 
 
-def _allocated(layout: CacheLayout, num_blocks: NumBlocks, device: torch.device) -> list[LayerCache]:
+@contextmanager
+def _explained(what: str, *, field: str) -> Iterator[None]:
+    """Turn a lack of memory into a ConfigError that says what did not fit."""
     try:
-        return layout.allocate(num_blocks.count, device)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        size_gib = num_blocks.count * layout.block_bytes / (1 << 30)
-        raise ConfigError(
-            f"cache.num_blocks = {num_blocks.count}: {size_gib:.1f} GiB cannot be allocated on {device} ({error})",
-            field="cache.num_blocks",
-        ) from None
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{what}: {error}", field=field) from None
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # what torch says on CPU
+            raise
+        raise ConfigError(f"{what}: {error}", field=field) from None

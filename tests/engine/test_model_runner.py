@@ -205,6 +205,12 @@ def test_sizes_and_ledger_add_up_and_a_context_that_does_not_fit_is_clipped(tiny
     roomy.runner.close()
 
 
+def test_a_cache_that_memory_cannot_hold_is_refused(tiny: tuple[Path, Any]):
+    with pytest.raises(ConfigError, match=r"a cache of 1000000000000 blocks \(.* GiB\) does not fit") as caught:
+        build(tiny[0], num_blocks=10**12)
+    assert caught.value.field == "cache.num_blocks"
+
+
 def test_a_sequence_may_fill_the_whole_context(tiny: tuple[Path, Any]):
     built = build(tiny[0], num_blocks=3, block_size=16)
     assert built.max_model_len == 48

@@ -136,7 +136,7 @@ def test_penalties_are_rebuilt_from_known_outputs_and_rows_do_not_mix():
 def test_a_freed_pool_row_starts_over():
     bench = Bench(max_num_seqs=1)
     logits = torch.zeros(1, VOCAB)
-    logits[0, 10], logits[0, 11] = 2.0, 1.5
+    logits[0, 10], logits[0, 11], logits[0, 12] = 2.0, 1.5, 1.2
     options: dict[str, Any] = {"presence_penalty": 1.0}
     assert int(bench.step(logits, [(0, 1)], [sequence(0, [1], **options)]).token_ids) == 10
     assert int(bench.step(logits, [(0, 2)]).token_ids) == 11
