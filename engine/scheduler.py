@@ -56,22 +56,20 @@ class Sequence:
     """Tokens whose KV is in the cache once the steps in flight are done."""
     num_in_flight: int = 0
     """Tokens sampled by steps whose results are not in yet: 0 or 1."""
+    num_tokens: int = field(init=False)
+    """Tokens that exist, known or in flight."""
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         params = self.request.params
+        self.num_tokens = self.num_first_known = len(self.token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.wants_prompt_logprobs = params.prompt_logprobs is not None
 
     @property
     def order(self) -> tuple[int, int]:
         return (self.request.priority, self.arrival)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that exist, known or in flight."""
-        return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_to_compute(self) -> int:
@@ -83,14 +81,6 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_tokens - self.num_computed == 1 and self.num_tokens > self.num_prompt_tokens
-
-
-@dataclass(frozen=True)
-class _Scheduled:
-    """A row's sequence, kept until the row's results arrive."""
-
-    sequence: Sequence
-    samples: bool
 
 
 class Scheduler:
@@ -105,7 +95,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by order: the last is the first to be preempted
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
-        self._scheduled: dict[int, list[_Scheduled]] = {}
+        self._scheduled: dict[int, list[Sequence]] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
         self._num_waiting = 0
@@ -164,27 +154,28 @@ class Scheduler:
                 self._schedule_decode(step, sequence)
         for sequence in self._running:
             if not sequence.is_decoding and sequence.num_to_compute and step.budget:
-                self._schedule_tokens(step, sequence, [])
+                self._schedule_tokens(step, sequence)
         self._admit(step)
         if not step.rows:
             return None
         plan = StepPlan(next(self._step_ids), self._freed_slots, step.new, step.rows)
         self._freed_slots = []
-        self._scheduled[plan.step_id] = step.scheduled
+        self._scheduled[plan.step_id] = step.sequences
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Bring in a step's results, in the order of the plans. Returns what is new for each request."""
         deltas = []
         tokens = iter(result.token_ids)
-        for index, entry in enumerate(self._scheduled.pop(plan.step_id)):
-            sequence, token_id = entry.sequence, next(tokens) if entry.samples else None
-            if entry.samples:
+        for index, (sequence, row) in enumerate(zip(self._scheduled.pop(plan.step_id), plan.rows, strict=True)):
+            token_id = None
+            if row.samples:
+                token_id = next(tokens)
                 sequence.num_in_flight -= 1
             if sequence.status is RequestStatus.FINISHED:
                 continue  # ended meanwhile: the surplus token is dropped
-            row = plan.rows[index]
-            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(index, ()))
+            if index in result.prompt_logprobs:
+                sequence.prompt_logprobs.extend(result.prompt_logprobs[index])
             if token_id is not None:
                 deltas.append(self._accept(sequence, token_id, result.logprobs.get(index)))
             elif sequence.max_output_tokens == 0 and row.start + row.num_tokens >= sequence.num_prompt_tokens:
@@ -259,7 +250,13 @@ class Scheduler:
                 if victim is sequence:
                     return
             new_block_ids = self.cache.pool.allocate(1)
-        self._schedule_tokens(step, sequence, new_block_ids)
+            sequence.block_ids.extend(new_block_ids)
+        assert sequence.slot is not None
+        step.add(Row(sequence.slot, sequence.num_computed, 1, new_block_ids, samples=True, is_decode=True), sequence)
+        sequence.num_computed += 1
+        sequence.num_tokens += 1
+        sequence.num_in_flight += 1
+        self._publish(sequence)
 
     def _admit(self, step: _Step) -> None:
         while self._waiting and step.budget and self._free_slots:
@@ -313,19 +310,19 @@ class Scheduler:
                 list(self.limits.eos_token_ids),
             )
         )
-        self._schedule_tokens(step, sequence, [])
+        self._schedule_tokens(step, sequence)
 
-    def _schedule_tokens(self, step: _Step, sequence: Sequence, new_block_ids: list[int]) -> None:
+    def _schedule_tokens(self, step: _Step, sequence: Sequence) -> None:
+        """As many of the sequence's tokens as the budget has room for; their blocks are there already."""
         assert sequence.slot is not None
-        is_decode = sequence.is_decoding
         num_tokens = min(sequence.num_to_compute, step.budget)
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         samples = end == sequence.num_tokens and sequence.max_output_tokens > 0
         asks = sequence.wants_prompt_logprobs and not self._has_prompt_logprobs(sequence)
-        row = Row(sequence.slot, start, num_tokens, new_block_ids, samples, is_decode, start if asks else None)
-        step.add(row, _Scheduled(sequence, samples))
-        sequence.block_ids.extend(new_block_ids)
+        is_decode = sequence.is_decoding
+        step.add(Row(sequence.slot, start, num_tokens, [], samples, is_decode, start if asks else None), sequence)
         sequence.num_computed = end
+        sequence.num_tokens += samples
         sequence.num_in_flight += samples
         self._publish(sequence)
 
@@ -334,9 +331,10 @@ class Scheduler:
         any later reader's attention; requests of the same step may share them, since a step writes before it reads."""
         if not self.limits.enable_prefix_caching:
             return
-        num_full = min(sequence.num_computed, len(sequence.token_ids)) // self._hasher.block_size
-        if num_full <= sequence.num_published:
+        size = self._hasher.block_size
+        if sequence.num_computed < (sequence.num_published + 1) * size:
             return
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // size
         self._hasher.extend(sequence.block_hashes, sequence.token_ids, salt=sequence.request.cache_salt)
         for index in range(sequence.num_published, num_full):
             self.cache.publish(sequence.block_ids[index], sequence.block_hashes[index])
@@ -376,7 +374,7 @@ class Scheduler:
         request, params = sequence.request, sequence.request.params
         delta = RequestDelta(request_id=request.request_id, token_ids=[token_id])
         delta.logprobs = [logprobs] if logprobs is not None else None
-        if len(sequence.token_ids) == sequence.num_prompt_tokens + len(request.output_token_ids):
+        if len(sequence.token_ids) == sequence.num_first_known:
             self._add_first_facts(sequence, delta)
         sequence.token_ids.append(token_id)
         self.num_generated_tokens += 1
@@ -410,9 +408,10 @@ class _Step:
         self.budget = budget
         self.new: list[NewSequence] = []
         self.rows: list[Row] = []
-        self.scheduled: list[_Scheduled] = []
+        self.sequences: list[Sequence] = []
+        """Those of the rows, kept until the results arrive."""
 
-    def add(self, row: Row, scheduled: _Scheduled) -> None:
+    def add(self, row: Row, sequence: Sequence) -> None:
         self.rows.append(row)
-        self.scheduled.append(scheduled)
+        self.sequences.append(sequence)
         self.budget -= row.num_tokens
