@@ -31,7 +31,8 @@ def test_a_step_s_time_is_the_device_s() -> None:
         core.close()
     assert figures["startup_total_s"] > 0
     assert [len(record.token_ids) for record in result.records] == [20] * 4
-    assert result.decode_step_s == pytest.approx(2e-3, rel=0.2)
+    assert result.decode_step_s is not None
+    assert 1.9e-3 < result.decode_step_s < 6e-3  # a busy machine is late, never early
     assert result.duration_s >= 20 * 2e-3
     assert len(result.steps) == 20
     for record in result.records:
@@ -41,18 +42,18 @@ def test_a_step_s_time_is_the_device_s() -> None:
 
 
 def test_items_wait_for_their_arrival_and_queue_time_is_seen() -> None:
-    core, _ = start(simulated(max_num_seqs=1))
+    core, _ = start(simulated(device="sim:10ms", max_num_seqs=1))
     try:
-        first, second, third = drive(core, [Item([1], 10), Item([2], 10), Item([3], 2, arrival_s=0.1)]).records
+        first, second, third = drive(core, [Item([1], 10), Item([2], 10), Item([3], 2, arrival_s=0.5)]).records
     finally:
         core.close()
     assert first.queue_s is not None
     assert second.queue_s is not None
     assert third.queue_s is not None
-    assert first.queue_s < 5e-3
-    assert second.queue_s >= 9 * 2e-3
-    assert third.queue_s < 5e-3
-    assert third.due_s - first.due_s == pytest.approx(0.1)
+    assert first.queue_s < 50e-3
+    assert second.queue_s >= 9 * 10e-3
+    assert third.queue_s < 50e-3
+    assert third.due_s - first.due_s == pytest.approx(0.5)
 
 
 def test_a_request_that_cannot_run_ends_the_measurement() -> None:
@@ -92,7 +93,7 @@ def test_every_workload_and_the_report(tmp_path: Path) -> None:
         "host_memory_peak_gib",
     ):
         assert tree["figures"][name] > 0, name
-    assert report.figures["decode_batch_3_tpot_ms"] == pytest.approx(2.0, rel=0.2)
+    assert 1.9 < report.figures["decode_batch_3_tpot_ms"] < 6
     assert [text.split(":")[0] for text in tree["details"]["skipped"]] == ["decode_batch_10000", "prefill_100000"]
     assert {"command", "commit", "cpu", "python", "torch", "ray"} <= set(tree["environment"])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -168,8 +168,9 @@ async def test_loops_against_the_bare_server(bare: str) -> None:
     assert max(in_flight) == 3
     for record in closed.records:
         assert record.ttft_s is not None
-        assert record.ttft_s >= 0.005
-        assert 2 <= len(record.arrivals_s) <= 10
+        assert record.ttft_s >= 0.004  # a step of 5 ms; the server's event loop rounds its timers to 1 ms
+        assert record.num_events == 10
+        assert len(record.arrivals_s) <= 10
     begin_s = time.monotonic()
     opened = await open_loop(client, target, at_rate(items, 40.0, process="constant"))
     assert all(record.ok for record in opened.records)
@@ -194,7 +195,7 @@ async def test_a_sweep_with_knee_and_goodput_as_report(bare: str, tmp_path: Path
     assert figures["concurrency_1_errors"] == 0
     assert figures["concurrency_2_requests"] == 6
     assert figures["concurrency_1_goodput_requests_per_s"] == figures["concurrency_1_requests_per_s"]
-    assert figures["concurrency_1_ttft_median_ms"] >= 5.0
+    assert figures["concurrency_1_ttft_median_ms"] >= 4.0
     assert figures["knee_by_power_concurrency"] in (1, 2)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="needs --slo"):
