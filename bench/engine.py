@@ -19,7 +19,7 @@ from manta.engine.errors import ConfigError
 from .drive import Drive, describe_engine, drive, host_figures, start
 from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve
 from .stats import median, summarize
-from .workloads import Item, mix, shared_prefix, uniform
+from .workloads import Item, from_lengths, mix_lengths, shared_prefix, uniform
 
 WORKLOADS = ("decode", "prefill", "d1", "d2", "prefix")
 
@@ -39,6 +39,7 @@ class Sizes:
     d1_prompt_len: int = 1024
     d1_output_len: int = 128
     d2_requests: int = 1000
+    d2_length_divisor: int = 1
     prefix_requests: int = 64
     prefix_len: int = 4096
     suffix_len: int = 64
@@ -57,8 +58,9 @@ ON_CPU = Sizes(
     d1_prompt_len=128,
     d1_output_len=16,
     d2_requests=8,
-    prefix_requests=8,
-    prefix_len=512,
+    d2_length_divisor=8,
+    prefix_requests=4,
+    prefix_len=256,
     suffix_len=16,
     prefix_output_len=8,
     repeats=2,
@@ -192,7 +194,9 @@ class EngineBench:
         """Many requests with chat-like lengths at once."""
 
         def items() -> list[Item]:
-            return mix(self._sizes.d2_requests, vocab_size=self._vocab_size, seed=self._next_seed())
+            divisor, seed = self._sizes.d2_length_divisor, self._next_seed()
+            lengths = [[max(4, length // divisor) for length in one] for one in mix_lengths(self._sizes.d2_requests)]
+            return from_lengths(*lengths, vocab_size=self._vocab_size, seed=seed)
 
         longest = max(len(item.prompt_token_ids) + item.max_tokens for item in items())
         return self._batch("d2", items) if self._fits("d2", 1, longest) else {}
