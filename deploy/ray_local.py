@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -74,6 +75,8 @@ class LocalRay:
             variables |= {
                 "RAY_SERVE_ENABLE_HA_PROXY": "1",
                 "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+                # Serve's default of 4 threads costs more than it brings where there are fewer cores to run them.
+                "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, (os.cpu_count() or 1) // 2))),
                 "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
                 "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
                 "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),

@@ -57,16 +57,18 @@ class _ByteLevel:
 
     def __init__(self, backend: Backend, added: Mapping[int, str]) -> None:
         self._backend, self._added = backend, added
+        alphabet = byte_of_character()
+        self._table = str.maketrans({character: chr(byte) for character, byte in alphabet.items()})
+        self._dropped = str.maketrans(dict.fromkeys(alphabet))
 
     def spell(self, token_id: int) -> bytes:
         text = self._added.get(token_id)
         if text is not None:
             return text.encode("utf-8")
-        token, table = self._backend.id_to_token(token_id) or "", byte_of_character()
-        try:
-            return bytes([table[character] for character in token])
-        except KeyError:  # a token outside the alphabet stands for itself
+        token = self._backend.id_to_token(token_id) or ""
+        if token.translate(self._dropped):  # a token outside the alphabet stands for itself
             return token.encode("utf-8")
+        return token.translate(self._table).encode("latin-1")
 
 
 class _Pieces:

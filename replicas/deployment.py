@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -159,7 +160,10 @@ class Edge:
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self._context)
+        app = create_app(self._context)
+        gc.collect()
+        gc.freeze()  # what start-up made lives on; collections need not look at it again
+        return app
 
     async def engine_info(self) -> EngineInfo | None:
         """Of a ready replica, for which it waits a little; None while all are loading."""

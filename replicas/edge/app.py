@@ -15,14 +15,19 @@ from .client import EdgeContext
 from .completions import completions_job
 from .endpoints import GenerationEndpoint
 from .errors import ErrorReply, reply_for, reply_for_status
-from .middleware import ErrorBoundary, RequireApiKey
+from .middleware import App, DirectPosts, ErrorBoundary, RequireApiKey
 from .schema import ChatFields, CompletionFields
 from .status import StatusEndpoints
 from .tokens import TokenEndpoints
 
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 
-def create_app(context: EdgeContext) -> FastAPI:
-    """The OpenAI-compatible API over `context.client`."""
+
+def create_app(context: EdgeContext) -> App:
+    """The OpenAI-compatible API over `context.client`, an ASGI application.
+
+    The two paths on which streams run lie beside the framework: its middlewares would be passed once a token.
+    """
     status, tokens = StatusEndpoints(context), TokenEndpoints(context)
     chat = GenerationEndpoint(context, "chat.completions", ChatFields, chat_job)
     completions = GenerationEndpoint(context, "completions", CompletionFields, completions_job)
@@ -30,8 +35,8 @@ def create_app(context: EdgeContext) -> FastAPI:
     app = FastAPI(title="Manta", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes.extend(
         [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route(CHAT_PATH, chat, methods=["POST"]),
+            Route(COMPLETIONS_PATH, completions, methods=["POST"]),
             Route("/v1/models", status.models, methods=["GET"]),
             Route("/v1/models/{model:path}", status.model, methods=["GET"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -44,10 +49,10 @@ def create_app(context: EdgeContext) -> FastAPI:
     )
     app.add_exception_handler(HTTPException, _refused_by_framework)
     app.add_exception_handler(MantaError, _refused)
-    if context.api_keys:
-        app.add_middleware(RequireApiKey, api_keys=context.api_keys)
     app.add_middleware(ErrorBoundary)
-    return app
+    streams = {CHAT_PATH: ErrorBoundary(chat), COMPLETIONS_PATH: ErrorBoundary(completions)}
+    routed = DirectPosts(streams, otherwise=app)
+    return RequireApiKey(routed, context.api_keys) if context.api_keys else routed
 
 
 def _refused(request: Request, error: Exception) -> Response:

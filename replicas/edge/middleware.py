@@ -1,11 +1,12 @@
-"""Around every endpoint: API keys, and the last line that turns an unexpected error into an envelope. Plain ASGI."""
+"""Around every endpoint: API keys, the way past the framework for streams, and the last line that turns an unexpected
+error into an envelope. Plain ASGI."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from manta.engine.errors import AuthenticationFailed
@@ -43,6 +44,19 @@ class RequireApiKey:
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return kind.lower() == b"bearer" and any(matches)
+
+
+class DirectPosts:
+    """Hands POST requests to some paths straight to their endpoints, everything else to the framework."""
+
+    def __init__(self, endpoints: Mapping[str, App], *, otherwise: App) -> None:
+        self._endpoints = endpoints
+        self._otherwise = otherwise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        app = self._endpoints.get(scope["path"]) if is_post else None
+        await (self._otherwise if app is None else app)(scope, receive, send)
 
 
 class ErrorBoundary:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+
+from manta.replicas.edge.middleware import App
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: App) -> Iterator[str]:
     """The base URL of `app` on a real uvicorn."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
