@@ -21,6 +21,9 @@ from .step_time import BYTES_PER_ELEMENT, StepShape, StepTimeModel, hardware_nam
 Report = Callable[[str, float], None]
 """Called when a phase of start-up is over, with its name and seconds."""
 
+MOST_SIMULATED_BLOCKS = 2**17
+"""A block costs the host memory, however large the device is that is simulated."""
+
 
 @dataclass
 class Phases:
@@ -52,6 +55,7 @@ class _Device:
     max_model_len: int
     max_num_batched_tokens: int
     memory_ledger_bytes: dict[str, int]
+    notes: tuple[str, ...]
 
 
 def start_engine(config: EngineConfig, report: Report = lambda name, seconds: None) -> EngineCore:
@@ -95,8 +99,15 @@ def start_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         dtype=device.dtype,
         memory_ledger_bytes=device.memory_ledger_bytes,
         startup_s=phases.seconds,
+        notes=[*device.notes, *_length_note(config.model.max_model_len, shape.max_position_embeddings)],
     )
     return EngineCore(scheduler, device.runner, info)
+
+
+def _length_note(asked: int | None, trained: int) -> list[str]:
+    if asked is None or asked <= trained:
+        return []
+    return [f"max_model_len = {asked} was asked for, but the model knows {trained} positions"]
 
 
 def _real(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> _Device:
@@ -113,6 +124,7 @@ def _real(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: 
         max_model_len=built.max_model_len,
         max_num_batched_tokens=built.max_num_batched_tokens,
         memory_ledger_bytes=built.memory_ledger_bytes,
+        notes=built.notes,
     )
 
 
@@ -132,8 +144,18 @@ def _simulated(config: EngineConfig, shape: ModelShape) -> _Device:
             f"{hardware.memory_bytes / 1e9:.0f} GB with memory_fraction {config.cache.memory_fraction}",
             field="device",
         )
-    num_blocks = config.cache.num_blocks or min(room // block_bytes, 2**17)
+    most_blocks = 2**17
+    num_blocks = config.cache.num_blocks or min(room // block_bytes, most_blocks)
+    reason = (
+        "as cache.num_blocks says"
+        if config.cache.num_blocks
+        else f"what fits beside the weights, at most {most_blocks}"
+    )
+    notes = [f"{num_blocks} blocks, {reason}"]
     wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    max_model_len = min(wanted_len, num_blocks * block_size)
+    if max_model_len < wanted_len:
+        notes.append(f"max_model_len is clipped from {wanted_len} to the {max_model_len} tokens that the blocks hold")
 
     def predict(step: StepShape) -> float:
         return model.predict(step) if step_s is None else step_s
@@ -151,7 +173,8 @@ def _simulated(config: EngineConfig, shape: ModelShape) -> _Device:
         dtype=dtype,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_model_len=min(wanted_len, num_blocks * block_size),
+        max_model_len=max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 8192,
         memory_ledger_bytes={"weights": weight_bytes, "kv_cache": num_blocks * block_bytes},
+        notes=tuple(notes),
     )

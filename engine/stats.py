@@ -72,3 +72,5 @@ class EngineInfo(msgspec.Struct, kw_only=True, frozen=True):
     """Start-up's memory ledger: weights, kv_cache, workspace and so on."""
     startup_s: dict[str, float] = {}
     """Seconds each phase of start-up took, in order."""
+    notes: list[str] = []
+    """Sentences for the operator: why there are that many blocks, and what start-up changed of the configuration."""

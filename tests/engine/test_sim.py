@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from manta.engine.config import EngineConfig
 from manta.engine.plan import NewSequence, Row, StepPlan
 from manta.engine.request import SamplingParams
 from manta.engine.sim import SimRunner, fixed_step_s
+from manta.engine.startup import start_engine
 
 
 class Clock:
@@ -74,6 +76,20 @@ def test_excluded_tokens_never_come():
 @pytest.mark.parametrize(("device", "seconds"), [("sim:20ms", 0.02), ("sim:h200", None), ("sim", None)])
 def test_a_device_can_have_a_fixed_step(device: str, seconds: float | None):
     assert fixed_step_s(device) == seconds
+
+
+@pytest.mark.model
+def test_a_simulated_engine_says_what_it_settled():
+    sizes = {"num_blocks": 5, "block_size": 16, "max_model_len": 9000}
+    info = start_engine(EngineConfig.build("smollm2-135m", device="sim:20ms", **sizes)).info
+    assert info.max_model_len == 80
+    assert info.notes == [
+        "5 blocks, as cache.num_blocks says",
+        "max_model_len is clipped from 8192 to the 80 tokens that the blocks hold",
+        "max_model_len = 9000 was asked for, but the model knows 8192 positions",
+    ]
+    (note,) = start_engine(EngineConfig.build("smollm2-135m", device="sim:20ms")).info.notes
+    assert "blocks, what fits beside the weights" in note
 
 
 @pytest.mark.model
