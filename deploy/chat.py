@@ -115,6 +115,8 @@ class Chat:
     options: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    has_failed: bool = False
+    """Whether the last message got no whole answer."""
 
     def run(self) -> None:
         """Talk until /exit, the end of input, or Ctrl-C at the prompt."""
@@ -143,6 +145,7 @@ class Chat:
     def say(self, text: str) -> None:
         """Send one message and print the answer as it streams; Ctrl-C keeps what came so far."""
         self.messages.append({"role": "user", "content": text})
+        self.has_failed = False
         answer = ""
         try:
             for piece in self.client.stream_chat(self.model, self.messages, self.options):
@@ -152,6 +155,7 @@ class Chat:
             self.write(" (stopped)")
         except ServerError as error:
             self.messages.pop()
+            self.has_failed = True
             self.write(f"\n{error}\n")
             return
         self.messages.append({"role": "assistant", "content": answer})

@@ -15,7 +15,7 @@ from manta.engine.model_source import load_shape, resolve_model
 
 from . import demo_model
 from .config import DeployConfig
-from .processes import open_files
+from .processes import is_marked, open_files
 
 MIN_FREE_BYTES = 1_000_000_000
 """Ray logs and spills into its folder, and refuses to work on a full disk."""
@@ -95,8 +95,8 @@ def locate_model(config: DeployConfig, models_dir: Path) -> DeployConfig:
 
 
 def running_rays() -> list[int]:
-    """Process ids of the Ray head processes (gcs_server) on this machine."""
-    return [pid for pid, name in _processes() if name == "gcs_server"]
+    """Process ids of the Ray head processes (gcs_server) on this machine, less those of other `manta serve`."""
+    return [pid for pid, name in _processes() if name == "gcs_server" and not is_marked(pid)]
 
 
 def established_connections(port: int) -> int:

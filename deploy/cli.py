@@ -91,7 +91,7 @@ def chat_command(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-) -> None:
+) -> int:
     """Chat with a running server in the terminal."""
     from .chat import HELP, Chat, ServerError
 
@@ -109,14 +109,16 @@ def chat_command(
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    Chat(
+    chat = Chat(
         client=client,
         model=model or served[0],
         read=lambda: input("> " if interactive else ""),
         write=write,
         options={name: value for name, value in options.items() if value is not None},
         system=system,
-    ).run()
+    )
+    chat.run()
+    return FAILURE if chat.has_failed and not interactive else 0
 
 
 @app.command("status")

@@ -57,6 +57,15 @@ def instance_processes(instance: str, folder: Path) -> list[int]:
     return found
 
 
+def is_marked(pid: int) -> bool:
+    """Whether the process belongs to any instance, as far as its environment shows."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or is another user's
+        return False
+    return any(variable.startswith(f"{MARK}=".encode()) for variable in variables)
+
+
 def open_files(process: Path) -> list[str]:
     """What the descriptors of a process (its folder in /proc) refer to. Raises OSError for another user's process."""
     files = []

@@ -6,9 +6,11 @@ abort_open_requests, engine_info) and the HTTP API. Knows no engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -54,6 +56,16 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+
+    @contextlib.contextmanager
+    def left_to_the_system(self) -> Iterator[None]:
+        """A signal ends the process at once: for a wait in C++, where no handler of ours can run."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            self.install()
 
     @property
     def asked(self) -> bool:
@@ -116,8 +128,8 @@ def _serve_joined(config: DeployConfig, console: Console, signals: StopSignals) 
     assert config.serving.ray_address is not None
     import ray
 
-    ray_local.join(config.serving.ray_address)
-    signals.install()
+    with signals.left_to_the_system():  # nothing of ours runs yet
+        ray_local.join(config.serving.ray_address)
     from ray import serve as ray_serve
 
     has_deployed = False
@@ -262,6 +274,8 @@ class Server:
                 f"tokens, context {info.max_model_len}",
                 highlight=False,
             )
+            for note in info.notes:
+                console.print(f"  {note}", markup=False, highlight=False)
         if logs is not None:
             console.print(f"logs: {logs}", highlight=False)
         console.print(f"READY: {self.url}/v1 (model {self.model_name}, through {proxy})", style="bold", highlight=False)
@@ -325,5 +339,7 @@ def ledger_table(ledger_bytes: dict[str, int]) -> Table:
 def curl_line(url: str, model: str, *, has_key: bool) -> str:
     """One command that asks the server something, ready to paste."""
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if has_key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    question = '[{"role": "user", "content": "What is the capital of France?"}]'
+    # A bound: the simulated device never ends an answer by itself.
+    body = f'{{"model": "{model}", "messages": {question}, "max_tokens": 32}}'
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -49,8 +49,9 @@ def test_answers_are_streamed_and_remembered() -> None:
         bodies.append(json.loads(request.content))
         return answering("Hel", "lo")(request)
 
-    output, _ = talk(handler, "one", "", "two")
+    output, chat = talk(handler, "one", "", "two")
     assert output.count("Hello\n") == 2
+    assert not chat.has_failed
     assert bodies[0]["stream"] is True
     assert bodies[0]["temperature"] == 0
     assert [m["content"] for m in bodies[1]["messages"]] == ["one", "Hello", "two"]
@@ -70,6 +71,7 @@ def test_an_error_status_is_said_and_the_chat_goes_on() -> None:
     output, chat = talk(handler, "one", "two")
     assert output.count("the server answered 429: The queue is full.") == 2
     assert chat.messages == []
+    assert chat.has_failed
 
 
 def test_an_error_event_and_a_cut_stream_are_said() -> None:

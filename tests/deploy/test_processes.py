@@ -45,11 +45,13 @@ def test_marked_processes_and_those_with_open_files_are_found(tmp_path: Path) ->
     marked, with_file, other = start(SLEEP, "a1"), start(SLEEP, stderr=folder / "log"), start(SLEEP, "a2")
     try:
         assert sorted(processes.instance_processes("a1", folder)) == sorted([marked.pid, with_file.pid])
+        assert [processes.is_marked(process.pid) for process in (marked, with_file, other)] == [True, False, True]
     finally:
         for process in (marked, with_file, other):
             process.kill()
             process.wait()
     assert processes.instance_processes("a1", folder) == []
+    assert not processes.is_marked(marked.pid)
 
 
 def test_a_process_that_ignores_sigterm_is_killed() -> None:

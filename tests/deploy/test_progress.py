@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
 
 import pytest
 from rich.console import Console
 
+from manta.deploy.config import load_config
 from manta.deploy.progress import Progress
-from manta.deploy.serve import curl_line, ledger_table, reason
+from manta.deploy.serve import Server, curl_line, ledger_table, reason
+from manta.engine.stats import EngineInfo
 
 
 def text_of(is_terminal: bool, fail: bool = False) -> str:
@@ -58,5 +62,30 @@ def test_the_ledger_and_the_curl_line() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "kv cache" in text
     assert "3.0" in text
+    assert json.loads(shlex.split(curl_line("http://h:1", "m", has_key=False))[-1])["max_tokens"] == 32
     assert "Authorization" in curl_line("http://h:1", "m", has_key=True)
     assert "Authorization" not in curl_line("http://h:1", "m", has_key=False)
+
+
+def test_the_announcement_ends_the_memory_with_the_engine_s_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = ["5 blocks, as [cache].num_blocks says", "the context is clipped"]
+    info = EngineInfo(
+        model_name="m",
+        max_model_len=80,
+        vocab_size=100,
+        block_size=16,
+        num_blocks=5,
+        max_num_seqs=4,
+        max_num_waiting=8,
+        device="cpu",
+        dtype="float32",
+        notes=notes,
+    )
+    monkeypatch.setattr(Server, "_call_all", lambda server, method: [info])
+    Server(load_config("sim-h200"), None).announce(Console(soft_wrap=True), proxy="HAProxy", logs=None)
+    lines = capsys.readouterr().out.splitlines()
+    after = lines.index("m on cpu, float32: 5 blocks of 16 tokens, context 80")
+    assert lines[after + 1 : after + 3] == [f"  {note}" for note in notes]
+    assert lines[after + 3].startswith("READY: http://127.0.0.1:8000/v1")

@@ -12,6 +12,7 @@ import typer
 from manta.deploy.cli import app
 from manta.deploy.config import DeployConfig, load_config, parse_overrides
 from manta.engine.config import known_fields
+from manta.replicas.edge import app as edge_app
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -79,7 +80,8 @@ def test_make_targets_exist() -> None:
 
 def test_endpoints_exist() -> None:
     source = (ROOT / "replicas" / "edge" / "app.py").read_text()
-    served = set(re.findall(r'Route\("(/[^"]*)"', source))
+    routes = re.findall(r'Route\("?([^",]+)"?,', source)
+    served = {getattr(edge_app, route) if route.endswith("_PATH") else route for route in routes}
     shown = {path.rstrip("'\"") for path in re.findall(r"127\.0\.0\.1:8000(/[\w/.-]+)", CODE)}
     known = {path for path in served if "{" not in path}
     assert known <= shown
