@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ("kernels", "engine", "cluster", "autoscaling", "replicas", "bench", "deploy")
+LAYERS = ("kernels", "engine", "cluster", "replicas", "bench", "deploy")
 
 MAY_IMPORT = {
     "kernels": set(),
     "engine": {"kernels"},
     "cluster": {"engine"},
-    "autoscaling": {"cluster", "engine"},
     "replicas": {"cluster", "engine"},
-    "bench": {"kernels", "engine", "cluster", "autoscaling", "replicas", "deploy"},
-    "deploy": {"kernels", "engine", "cluster", "autoscaling", "replicas", "bench"},
+    "bench": {"kernels", "engine", "cluster", "replicas", "deploy"},
+    "deploy": {"kernels", "engine", "cluster", "replicas", "bench"},
 }
 
 TORCH_FREE_ENGINE = {
@@ -39,7 +38,6 @@ FORBIDDEN_LIBRARIES = {
     "kernels": {"ray", "fastapi", "transformers", "pydantic"},
     "engine": {"ray", "fastapi", "uvicorn"},
     "cluster": {"torch"},
-    "autoscaling": {"torch"},
 }
 
 

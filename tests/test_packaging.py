@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("autoscaling", "bench", "cluster", "deploy", "engine", "kernels", "replicas")
+FOLDERS = ("bench", "cluster", "deploy", "engine", "kernels", "replicas")
 PACKAGED = ("*.py", "*.yaml", "*.json", "py.typed")
 
 
