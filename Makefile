@@ -25,6 +25,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no virtual environment: on Debian, apt install python3-venv" >&2; exit 1; }
 
 # torch first: a CPU build where there is no NVIDIA driver and pip can find one, else what the index gives.
+# A CUDA build of torch demands the Triton that it was made with, so ours is pinned for CPU builds only.
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@if $(PY) -c 'import torch' >/dev/null 2>&1; then :; \
 	elif command -v nvidia-smi >/dev/null 2>&1; then \
@@ -35,7 +36,9 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 		$(PY) -m pip install -qq 'torch==$(TORCH)+cpu' 2>/dev/null || $(PY) -m pip install -qq 'torch==$(TORCH)'; \
 	fi
 	@echo "installing Manta and its development tools"
-	@$(PY) -m pip install -qq -e '.[dev]' -c constraints.txt
+	@if $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+		sed '/^triton==/d' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
+	@$(PY) -m pip install -qq -e '.[dev]' -c $(VENV)/constraints.txt
 	@touch $@
 
 model: $(VENV)/installed
