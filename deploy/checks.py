@@ -99,6 +99,16 @@ def running_rays() -> list[int]:
     return [pid for pid, name in _processes() if name == "gcs_server" and not is_marked(pid)]
 
 
+def check_joinable(address: str) -> None:
+    """Raise ConfigError when `auto` finds no Ray node here but those of other `manta serve`, which take nobody in."""
+    if address == "auto" and not [pid for pid, name in _processes() if name == "raylet" and not is_marked(pid)]:
+        raise ConfigError(
+            "serving.ray_address = 'auto': no Ray runs on this machine that could be joined (that of another "
+            "`manta serve` cannot be); leave it out to start one",
+            field="serving.ray_address",
+        )
+
+
 def established_connections(port: int) -> int:
     """Number of open TCP connections on a listening port of this machine."""
     return sum(1 for local, state, _ in _tcp_table() if local == port and state == "01")

@@ -23,7 +23,7 @@ from rich.table import Table
 from manta.engine.errors import EngineFailed, MantaError, Unavailable
 
 from . import ray_local, settings
-from .checks import check_port, established_connections, locate_model, running_rays
+from .checks import check_joinable, check_port, established_connections, locate_model, running_rays
 from .config import DeployConfig
 from .progress import Progress
 from .ray_local import LocalRay
@@ -126,10 +126,10 @@ def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals
 
 def _serve_joined(config: DeployConfig, console: Console, signals: StopSignals) -> int:
     assert config.serving.ray_address is not None
-    import ray
-
+    check_joinable(config.serving.ray_address)
     with signals.left_to_the_system():  # nothing of ours runs yet
         ray_local.join(config.serving.ray_address)
+    import ray
     from ray import serve as ray_serve
 
     has_deployed = False
@@ -340,6 +340,6 @@ def curl_line(url: str, model: str, *, has_key: bool) -> str:
     """One command that asks the server something, ready to paste."""
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if has_key else ""
     question = '[{"role": "user", "content": "What is the capital of France?"}]'
-    # A bound: the simulated device never ends an answer by itself.
-    body = f'{{"model": "{model}", "messages": {question}, "max_tokens": 32}}'
+    # A bound: the simulated device never ends an answer by itself. Greedy: a small model wanders off otherwise.
+    body = f'{{"model": "{model}", "messages": {question}, "max_tokens": 32, "temperature": 0}}'
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

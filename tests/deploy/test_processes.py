@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from manta.deploy import processes
+from manta.deploy import checks, processes
 from manta.deploy.processes import MARK
+from manta.engine.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -52,6 +53,24 @@ def test_marked_processes_and_those_with_open_files_are_found(tmp_path: Path) ->
             process.wait()
     assert processes.instance_processes("a1", folder) == []
     assert not processes.is_marked(marked.pid)
+
+
+def test_the_ray_of_another_manta_is_neither_named_nor_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked, other = start(SLEEP, "a1"), start(SLEEP)
+    try:
+        found = [(marked.pid, "gcs_server"), (marked.pid, "raylet")]
+        monkeypatch.setattr(checks, "_processes", lambda: iter(found))
+        assert checks.running_rays() == []
+        checks.check_joinable("127.0.0.1:6379")
+        with pytest.raises(ConfigError, match=r"serving\.ray_address = 'auto': no Ray runs on this machine"):
+            checks.check_joinable("auto")
+        found += [(other.pid, "gcs_server"), (other.pid, "raylet")]
+        assert checks.running_rays() == [other.pid]
+        checks.check_joinable("auto")
+    finally:
+        for process in (marked, other):
+            process.kill()
+            process.wait()
 
 
 def test_a_process_that_ignores_sigterm_is_killed() -> None:

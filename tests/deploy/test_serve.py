@@ -132,7 +132,8 @@ def test_ready_means_ready_and_sigterm_lets_streams_finish(serve) -> None:
     status = manta("status", "--url", server.url)
     assert status.returncode == 0
     assert "model sim-h200" in status.stdout
-    chat = manta("chat", "--url", server.url, "--max-tokens", "4", typed="Hello\n/exit\n")
+    # Most of the simulated ids have no text in the borrowed tokenizer, so a few tokens could be none at all.
+    chat = manta("chat", "--url", server.url, "--max-tokens", "50", typed="Hello\n/exit\n")
     assert chat.returncode == 0
     assert chat.stdout.strip()
 
