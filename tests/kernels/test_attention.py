@@ -239,7 +239,15 @@ def test_decode_graph_follows_its_inputs(num_seqs: int, device: torch.device) ->
 
     def launch() -> None:
         decode.attention_decode(
-            q, caches[0], caches[1], table, seq_lens, first.scale, out, workspace=workspace, max_seq_len=table.shape[1] * 64
+            q,
+            caches[0],
+            caches[1],
+            table,
+            seq_lens,
+            first.scale,
+            out,
+            workspace=workspace,
+            max_seq_len=table.shape[1] * 64,
         )
 
     launch()
