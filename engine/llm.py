@@ -8,12 +8,9 @@ with LLM("smollm2-135m") as llm:
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
-
-import msgspec
 
 from .config import EngineConfig
 from .core import EngineCore
@@ -64,12 +61,6 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-def choice_seed(params: SamplingParams, index: int) -> int:
-    """Seed of answer `index`: answers of one request differ, and the same seed gives the same answers."""
-    base = secrets.randbits(63) if params.seed is None else params.seed
-    return (base + index) % 2**63
-
-
 def refusal_error(refusal: Refusal) -> InvalidRequest | Overloaded:
     """The exception that says what a refusal says."""
     if refusal.reason is RefusalReason.TOO_LONG:
@@ -88,7 +79,6 @@ class _Answer:
         self.output = output
         self._parent = parent
         self._text = TextStream(tokenizer, params)
-        self._params = params
         if params.logprobs is not None:
             output.logprobs = []
 
@@ -202,11 +192,9 @@ class LLM:
         self, output: RequestOutput, params: SamplingParams, answers: dict[str, _Answer]
     ) -> list[EngineRequest]:
         params.check_vocab(self.engine.info.vocab_size)
-        seed = choice_seed(params, 0)
         requests = []
-        for index in range(params.n):
+        for index, own in enumerate(params.for_choices()):
             request_id = f"llm-{next(self._request_ids)}"
-            own = msgspec.structs.replace(params, n=1, seed=(seed + index) % 2**63)
             answer = CompletionOutput(index)
             output.outputs.append(answer)
             answers[request_id] = _Answer(answer, output, self.tokenizer, params)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import secrets
 from typing import Annotated
 
 import msgspec
@@ -109,6 +110,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def for_choices(self) -> list[SamplingParams]:
+        """Parameters of each of the `n` answers. Their seeds differ, and the same seed gives the same answers again;
+        without one they are random, but set, so that an answer can go on elsewhere."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return [msgspec.structs.replace(self, n=1, seed=(seed + index) % 2**63) for index in range(self.n)]
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise InvalidRequest if a token id is not below `vocab_size`."""

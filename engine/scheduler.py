@@ -107,8 +107,6 @@ class Scheduler:
         self.num_cancelled = 0
         self.num_refused = 0
 
-    # ---- what others ask
-
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -120,8 +118,6 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
-
-    # ---- requests come and go
 
     def add(self, request: EngineRequest) -> Refusal | None:
         """Queue a request, or say why it is not taken."""
@@ -143,8 +139,6 @@ class Scheduler:
         self._finish(sequence)
         self.num_cancelled += 1
         return True
-
-    # ---- a step
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now."""
@@ -175,7 +169,8 @@ class Scheduler:
             if sequence.status is RequestStatus.FINISHED:
                 continue  # ended meanwhile: the surplus token is dropped
             if index in result.prompt_logprobs:
-                sequence.prompt_logprobs.extend(result.prompt_logprobs[index])
+                found = result.prompt_logprobs[index]  # of positions start + 1 on; again the same after a preemption
+                sequence.prompt_logprobs[row.start : row.start + len(found)] = found
             if token_id is not None:
                 deltas.append(self._accept(sequence, token_id, result.logprobs.get(index)))
             elif sequence.max_output_tokens == 0 and row.start + row.num_tokens >= sequence.num_prompt_tokens:
@@ -200,8 +195,6 @@ class Scheduler:
         waiting = [s for s in self._sequences.values() if s.status is not RequestStatus.RUNNING]
         assert len(waiting) == self._num_waiting
         assert len(self._running) + len(waiting) == len(self._sequences)
-
-    # ---- helpers
 
     def _refusal(self, request: EngineRequest) -> Refusal | None:
         def refuse(reason: RefusalReason, message: str) -> Refusal:
@@ -348,8 +341,6 @@ class Scheduler:
         self._leave(sequence)
         sequence.status = RequestStatus.PREEMPTED
         sequence.num_computed = sequence.num_published = 0
-        if not self._has_prompt_logprobs(sequence):
-            sequence.prompt_logprobs.clear()
         self.num_preemptions += 1
         self._enqueue(sequence)
 

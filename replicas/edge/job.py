@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from manta.engine.errors import ContextLengthExceeded, InvalidRequest
 from manta.engine.request import EngineRequest, FinishReason, SamplingParams
 from manta.engine.stats import EngineInfo
@@ -89,20 +87,19 @@ def make_choices(
     prompts: Sequence[list[int]],
     response_id: str,
 ) -> list[Choice]:
-    """n choices for each prompt, prompt by prompt. Choice i of a prompt has seed + i, so that choices differ."""
+    """n choices for each prompt, prompt by prompt."""
     if len(prompts) * params.n > context.max_sequences:
         raise InvalidRequest(
             f"{len(prompts)} prompts times n = {params.n} are more than {context.max_sequences} sequences.", param="n"
         )
     choices = []
     for prompt_index, prompt in enumerate(prompts):
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        for number in range(params.n):
+        for own in params.for_choices():
             index = len(choices)
             request = EngineRequest(
                 request_id=f"{response_id}-{index}",
                 prompt_token_ids=prompt,
-                params=msgspec.structs.replace(params, n=1, seed=(seed + number) % 2**63),
+                params=own,
                 priority=fields.priority,
                 cache_salt=fields.cache_salt,
             )

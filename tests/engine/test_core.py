@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manta.engine.core import EngineCore
-from manta.engine.request import EngineRequest, FinishReason
+from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import Snapshot, StepStats
 from tests.engine.engines import make_core, request, run
 
@@ -115,6 +115,24 @@ def test_prompt_logprobs_come_with_the_first_token_one_per_prompt_token():
     assert deltas[1].prompt_logprobs is None
 
 
+def test_prompt_logprobs_are_whole_after_a_preemption_with_their_last_chunk_in_flight():
+    core = make_core(num_blocks=11, budget=5, max_model_len=44)
+    core.add(request("old", [1] * 4, max_tokens=20))
+    core.step()
+    prompt = list(range(100, 132))
+    core.add(request("young", prompt, max_tokens=3, prompt_logprobs=0))
+    deltas = []
+    while core.has_work:
+        before = core.snapshot().num_preemptions
+        deltas += [delta for delta in core.step() if delta.request_id == "young"]
+        if core.snapshot().num_preemptions > before:
+            assert len(deltas) == 1, "the step that was in flight delivers the first token"
+    assert core.snapshot().num_preemptions > 0
+    entries = deltas[0].prompt_logprobs
+    assert entries is not None
+    assert [entry and entry.token_id for entry in entries] == [None, *prompt[1:]]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_random_walk_of_requests_loses_and_leaks_nothing(seed: int):
     rng = random.Random(seed)
@@ -128,33 +146,45 @@ def test_a_random_walk_of_requests_loses_and_leaks_nothing(seed: int):
     )
     expected: dict[str, int] = {}
     received: dict[str, int] = {}
+    scored: dict[str, list[int]] = {}
+    """Prompts whose log-probabilities are still to come."""
     finished: set[str] = set()
     cancelled: set[str] = set()
+
+    def take(deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            assert delta.request_id not in finished | cancelled
+            received[delta.request_id] += len(delta.token_ids)
+            if delta.request_id in scored:
+                entries = delta.prompt_logprobs or []
+                assert [entry and entry.token_id for entry in entries] == [None, *scored.pop(delta.request_id)[1:]]
+            if delta.finish_reason is not None:
+                assert delta.finish_reason is FinishReason.LENGTH
+                finished.add(delta.request_id)
+
     for turn in range(400):
         if turn < 300 and rng.random() < 0.3:
             name = f"r{turn}"
             prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 36))]
-            sent = request(name, prompt, max_tokens=rng.randint(0, 8), priority=rng.choice([0, 0, 1]))
+            scores = rng.choice([None, None, 0])
+            sent = request(
+                name, prompt, max_tokens=rng.randint(0, 8), priority=rng.choice([0, 0, 1]), prompt_logprobs=scores
+            )
             if core.add(sent) is None:
                 expected[name] = sent.params.max_tokens or 0
                 received[name] = 0
+                if scores is not None:
+                    scored[name] = prompt
         if expected and rng.random() < 0.05:
             name = rng.choice(list(expected))
             if core.cancel(name):
                 cancelled.add(name)
-        for delta in core.step():
-            assert delta.request_id not in finished | cancelled
-            received[delta.request_id] += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                assert delta.finish_reason is FinishReason.LENGTH
-                finished.add(delta.request_id)
+        take(core.step())
         core.scheduler.check()
     while core.has_work:
-        for delta in core.step():
-            received[delta.request_id] += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                finished.add(delta.request_id)
+        take(core.step())
         core.scheduler.check()
     assert finished | cancelled == set(expected)
+    assert not scored.keys() & finished
     assert all(received[name] == expected[name] for name in finished)
     assert_nothing_is_held(core)

@@ -73,6 +73,13 @@ def test_one_stop_string_and_a_list_mean_the_same():
     assert SamplingParams(stop="x") == SamplingParams(stop=("x",)) == SamplingParams(stop=["x"])  # type: ignore[arg-type]
 
 
+def test_choices_have_seeds_that_differ_and_follow_from_the_given_one():
+    seeds = [[params.seed for params in SamplingParams(n=3, seed=seed).for_choices()] for seed in (5, 5, None, None)]
+    assert seeds[0] == seeds[1] == [5, 6, 7]
+    assert seeds[2] != seeds[3]
+    assert None not in seeds[2]
+
+
 def test_a_resume_state_survives_the_wire_and_keeps_what_was_received():
     state = ResumeState(
         request=EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=SamplingParams(seed=3, stop=("x",)))

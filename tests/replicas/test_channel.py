@@ -220,7 +220,7 @@ async def test_a_stuck_step_loop_is_noticed_by_the_age_of_its_last_frame() -> No
 
 async def test_a_busy_edge_does_not_take_its_own_pause_for_a_hang(running: Engine) -> None:
     async with edge(running.server.address, hang_s=1.0) as client:
-        time.sleep(1.5)
+        time.sleep(1.5)  # the edge's loop stands still for longer than hang_s
         await asyncio.sleep(0.6)
         assert client.lost is None
 
