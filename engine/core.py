@@ -99,6 +99,10 @@ class EngineCore:
         """Prefix-cache changes since the last call."""
         return self.scheduler.cache.take_events()
 
+    def prepare_more(self) -> bool:
+        """Use a moment without work to make later steps faster. False when nothing is left to prepare."""
+        return self._runner.prepare_more()
+
     def close(self) -> None:
         """Wait for what is in flight and release the device."""
         if self._in_flight is not None:

@@ -69,6 +69,10 @@ class StepResult(msgspec.Struct):
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """For positions start+1 .. start+num_tokens of the row, as far as they are prompt tokens."""
+    device_s: float = 0.0
+    """The step's time on the device, seconds; 0 where that is not measured."""
+    device_idle_s: float = 0.0
+    """Time that the device had nothing to do before the step, since the end of the one before it, seconds."""
 
 
 class StepHandle(Protocol):
@@ -84,6 +88,13 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once; at most two are in flight."""
+        ...
+
+    def prepare_more(self) -> bool:
+        """Do one piece of work that makes later steps faster (for times without work; well under a second).
+
+        False when nothing is left to prepare.
+        """
         ...
 
     def close(self) -> None:

@@ -84,6 +84,9 @@ class ModelRunner:
             arrays["prompt_targets"] = np.concatenate([prompt.targets for prompt in batch.prompt_rows])
         return self._lane.start(self, _Step(batch, sampling, arrays, num_top))
 
+    def prepare_more(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Wait for what is in flight and release the device's memory."""
         self._lane.close()

@@ -88,6 +88,9 @@ class SimRunner:
         self._free_at_s = max(self._clock(), self._free_at_s) + self._predict(StepShape.of(plan))
         return SimHandle(result, self._free_at_s, self._clock, self._sleep)
 
+    def prepare_more(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._slots.clear()
 
