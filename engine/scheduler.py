@@ -312,8 +312,7 @@ class Scheduler:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         samples = end == sequence.num_tokens and sequence.max_output_tokens > 0
         asks = sequence.wants_prompt_logprobs and not self._has_prompt_logprobs(sequence)
-        is_decode = sequence.is_decoding
-        step.add(Row(sequence.slot, start, num_tokens, [], samples, is_decode, start if asks else None), sequence)
+        step.add(Row(sequence.slot, start, num_tokens, [], samples, False, start if asks else None), sequence)
         sequence.num_computed = end
         sequence.num_tokens += samples
         sequence.num_in_flight += samples

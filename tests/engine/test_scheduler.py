@@ -333,3 +333,16 @@ def test_freed_slots_are_told_before_they_are_used_again():
     scheduler.add(request("b", [3, 4]))
     second = schedule(scheduler)
     assert second.freed_slots == [first.new[0].slot] == [second.new[0].slot]
+
+
+def test_a_resumed_request_of_which_all_but_one_token_is_cached_is_no_decode_among_prefills():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1] * 8, max_tokens=8))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.cancel("a")
+    scheduler.add(request("b", [2] * 10))
+    resumed = request("c", [1] * 6, max_tokens=8)
+    resumed.output_token_ids = [1, 1, 7]
+    scheduler.add(resumed)
+    plan = schedule(scheduler)
+    assert [(row.start, row.num_tokens, row.is_decode) for row in plan.rows] == [(0, 10, False), (8, 1, False)]
