@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .plan import Runner, StepHandle, StepPlan
+from .plan import Runner, StepHandle, StepPlan, StepResult
 from .prefix_cache import CacheEvents
 from .request import EngineRequest, Refusal, RequestDelta
 from .scheduler import Scheduler
@@ -73,7 +73,8 @@ class EngineCore:
         self._last_step_s = after_s - max(collected.launched_at_s, self._device_free_at_s)
         self._device_free_at_s = after_s
         if self.on_step is not None:
-            self.on_step(self._stats(collected, wait_s=after_s - before_s, update_s=time.monotonic() - after_s))
+            update_s = time.monotonic() - after_s
+            self.on_step(self._stats(collected, result, wait_s=after_s - before_s, update_s=update_s))
         return deltas
 
     def snapshot(self) -> Snapshot:
@@ -120,7 +121,7 @@ class EngineCore:
         launched_s = time.monotonic()
         return _InFlight(plan, handle, scheduled_s, scheduled_s - start_s, launched_s - scheduled_s)
 
-    def _stats(self, step: _InFlight, *, wait_s: float, update_s: float) -> StepStats:
+    def _stats(self, step: _InFlight, result: StepResult, *, wait_s: float, update_s: float) -> StepStats:
         shape = StepShape.of(step.plan)
         return StepStats(
             step_id=step.plan.step_id,
@@ -131,4 +132,6 @@ class EngineCore:
             launch_s=step.launch_s,
             wait_s=wait_s,
             update_s=update_s,
+            device_s=result.device_s,
+            device_idle_s=result.device_idle_s,
         )

@@ -54,6 +54,10 @@ class StepStats(msgspec.Struct, kw_only=True, frozen=True):
     wait_s: float
     """Time the host waited for the device: 0 means that the host is the bottleneck."""
     update_s: float
+    device_s: float = 0.0
+    """The step's time on the device; 0 where that is not measured."""
+    device_idle_s: float = 0.0
+    """Time the device had nothing to do before the step: host time that nothing hid."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True, frozen=True):

@@ -30,7 +30,7 @@ class Hardware:
 
 HARDWARE = {
     # Read bandwidth and 8192^3 bf16 product as measured on the device.
-    "h200": Hardware("h200", 4.5e12, 790e12, 140e9),
+    "h200": Hardware("h200", 4.53e12, 792e12, 140e9),
     # Data-sheet figures times the share that the measured device reaches (0.94 of bandwidth, 0.8 of matrix rate).
     "h100": Hardware("h100", 3.15e12, 790e12, 80e9),
     "a100": Hardware("a100", 1.9e12, 250e12, 80e9),
@@ -75,19 +75,18 @@ class StepTimeModel:
 
     def __init__(self, shape: ModelShape, hardware: Hardware, *, dtype: str = "bfloat16") -> None:
         size = BYTES_PER_ELEMENT[dtype]
-        embedding = shape.vocab_size * shape.hidden_size
-        read_parameters = shape.num_parameters - (0 if shape.tie_word_embeddings else embedding)
+        head = shape.vocab_size * shape.hidden_size
+        layers = shape.num_parameters - head * (1 if shape.tie_word_embeddings else 2)
         self._hardware = hardware
-        self._weight_bytes = read_parameters * size
-        self._flops_per_token = 2.0 * (read_parameters - embedding)
-        self._flops_per_logits_row = 2.0 * embedding
+        self._layer_bytes, self._head_bytes = layers * size, head * size
+        self._flops_per_token, self._flops_per_logits_row = 2.0 * layers, 2.0 * head
         self._kv_bytes_per_token = shape.kv_elements_per_token * size
         self._flops_per_pair = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that every step reads."""
-        return self._weight_bytes
+        """Bytes of weights that every step reads (of the embedding only single rows are read)."""
+        return self._layer_bytes + self._head_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -95,13 +94,23 @@ class StepTimeModel:
 
     def predict(self, step: StepShape) -> float:
         """Seconds for one step; 0 for an empty one."""
+        floor_s = self.floor(step)
+        return self._hardware.step_overhead_s + floor_s if floor_s else 0.0
+
+    def floor(self, step: StepShape) -> float:
+        """Seconds that the step's bytes and operations take at the device's peaks, product after product.
+
+        Weights and KV entries are read once, every product is bound by bytes or by operations, nothing else costs
+        anything: no engine that runs the step as one batch is faster.
+        """
         num_tokens = step.num_prefill_tokens + step.num_decode_seqs
         if not num_tokens:
             return 0.0
-        hardware = self._hardware
-        rows = step.num_decode_seqs + (1 if step.num_prefill_tokens else 0)
-        linear_flops = self._flops_per_token * num_tokens + self._flops_per_logits_row * rows
-        linear_s = max(self._weight_bytes / hardware.memory_bandwidth, linear_flops / hardware.matrix_flops)
-        decode_s = self._kv_bytes_per_token * step.num_decode_context_tokens / hardware.memory_bandwidth
-        prefill_s = self._flops_per_pair * step.num_prefill_pairs / hardware.matrix_flops
-        return hardware.step_overhead_s + linear_s + decode_s + prefill_s
+        num_logits_rows = step.num_decode_seqs + (1 if step.num_prefill_tokens else 0)
+        bandwidth, flops = self._hardware.memory_bandwidth, self._hardware.matrix_flops
+        return (
+            max(self._layer_bytes / bandwidth, self._flops_per_token * num_tokens / flops)
+            + max(self._head_bytes / bandwidth, self._flops_per_logits_row * num_logits_rows / flops)
+            + self._kv_bytes_per_token * step.num_decode_context_tokens / bandwidth
+            + self._flops_per_pair * step.num_prefill_pairs / flops
+        )

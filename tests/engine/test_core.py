@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from manta.engine.core import EngineCore
+from manta.engine.plan import StepHandle, StepResult
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import Snapshot, StepStats
 from tests.engine.engines import make_core, request, run
@@ -188,3 +189,23 @@ def test_a_random_walk_of_requests_loses_and_leaks_nothing(seed: int):
     assert not scored.keys() & finished
     assert all(received[name] == expected[name] for name in finished)
     assert_nothing_is_held(core)
+
+
+def test_a_step_s_stats_carry_the_times_that_the_device_measured():
+    core = make_core()
+    run_on_sim = core._runner.launch
+
+    class Timed:
+        def __init__(self, handle: StepHandle) -> None:
+            self.handle = handle
+
+        def result(self) -> StepResult:
+            result = self.handle.result()
+            result.device_s, result.device_idle_s = 0.25, 0.125
+            return result
+
+    core._runner.launch = lambda plan: Timed(run_on_sim(plan))
+    stats: list[StepStats] = []
+    core.on_step = stats.append
+    run(core, request("a", [1, 2, 3], max_tokens=2))
+    assert [(step.device_s, step.device_idle_s) for step in stats] == [(0.25, 0.125)] * 2

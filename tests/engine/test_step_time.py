@@ -50,3 +50,22 @@ def test_an_empty_step_takes_no_time(model: StepTimeModel):
 def test_unknown_hardware_is_refused_with_what_is_known():
     with pytest.raises(ConfigError, match="h200"):
         hardware_named("abacus")
+
+
+def test_the_floor_is_the_bytes_at_batch_1_and_the_operations_in_a_prefill(model: StepTimeModel):
+    decode = StepShape(num_decode_seqs=1, num_decode_context_tokens=1000)
+    assert model.floor(decode) == pytest.approx((15.0e9 + 1000 * 131_072) / 4.53e12, rel=2e-3)
+    prefill = StepShape(num_prefill_tokens=8192, num_prefill_pairs=8192 * 8193 // 2)
+    linears_s = 8192 * 2 * 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) / 792e12
+    head_s, attention_s = 4096 * 128256 * 2 / 4.53e12, 4 * 32 * 4096 * 8192 * 8193 / 2 / 792e12
+    assert model.floor(prefill) == pytest.approx(linears_s + head_s + attention_s, rel=1e-3)
+    assert model.floor(StepShape()) == 0.0
+
+
+def test_nothing_is_predicted_to_be_faster_than_the_floor(model: StepTimeModel):
+    for step in (
+        StepShape(num_decode_seqs=1, num_decode_context_tokens=1),
+        StepShape(num_decode_seqs=1024, num_decode_context_tokens=1024 * 600),
+        StepShape(num_prefill_tokens=100, num_decode_seqs=7, num_decode_context_tokens=70, num_prefill_pairs=5050),
+    ):
+        assert model.predict(step) > model.floor(step) > 0
