@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from manta.engine.request import EngineRequest, FinishReason, SamplingParams
 from manta.engine.startup import start_engine
 from manta.engine.stats import EngineInfo, StepStats
 
-from .stats import RequestRecord, median
+from .stats import RequestRecord, median, percentile
 from .workloads import Item
 
 _run_ids = itertools.count()
@@ -61,6 +62,14 @@ def start(config: EngineConfig) -> tuple[EngineCore, dict[str, float]]:
     core = start_engine(config)
     phases = {f"startup_{name.replace(' ', '_').replace('-', '_')}_s": s for name, s in core.info.startup_s.items()}
     return core, {**phases, "startup_total_s": time.monotonic() - begin_s}
+
+
+def prepare(core: EngineCore) -> float:
+    """Let the engine do what it does in moments without work, to the end. Returns the seconds that it took."""
+    begin_s = time.monotonic()
+    while core.prepare_more():
+        pass
+    return time.monotonic() - begin_s
 
 
 def drive(core: EngineCore, items: Sequence[Item]) -> Drive:
@@ -131,6 +140,41 @@ def _finish(record: RequestRecord, reason: FinishReason, error: str | None, now_
             f"A request ended with {reason.value} after {record.num_output_tokens} of {record.num_expected_tokens} "
             f"tokens. {error or ''}"
         )
+
+
+def device_name(device: str) -> str:
+    """The full name of an engine's device: `NVIDIA H200` for cuda:0; any other device is called what it is."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.get_device_name(device) if torch is not None and device.startswith("cuda") else device
+
+
+def device_figures(runs: Sequence[Sequence[StepStats]], prefix: str) -> dict[str, float]:
+    """Time of a step on the device, and host time that it left exposed: the device's idle time before the step.
+
+    Each run's first step is left out, since it waited for the run. Nothing where the device measures no time.
+    """
+    steps = [step for run in runs for step in run[1:] if step.device_s > 0]
+    if not steps:
+        return {}
+    idle_ms = [step.device_idle_s * 1e3 for step in steps]
+    return {
+        f"{prefix}device_step_ms": 1e3 * sum(step.device_s for step in steps) / len(steps),
+        f"{prefix}exposed_host_ms": sum(idle_ms) / len(steps),
+        f"{prefix}exposed_host_p50_ms": median(idle_ms),
+        f"{prefix}exposed_host_p99_ms": percentile(idle_ms, 99),
+    }
+
+
+def idle_percent(steps: Sequence[StepStats], *, first: float = 0.1, last: float = 0.9) -> float | None:
+    """Share of the device's time between two points of a run (as shares of it) in which it had nothing to do.
+
+    None where the device measures no time.
+    """
+    steps = [step for step in steps[1:] if step.device_s > 0]
+    ends_s = list(itertools.accumulate(step.device_idle_s + step.device_s for step in steps))
+    inside = [s for s, end_s in zip(steps, ends_s, strict=True) if first * ends_s[-1] < end_s <= last * ends_s[-1]]
+    total_s = sum(step.device_idle_s + step.device_s for step in inside)
+    return 100 * sum(step.device_idle_s for step in inside) / total_s if inside else None
 
 
 HOST_BOUND_WAIT_S = 50e-6

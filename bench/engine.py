@@ -1,7 +1,8 @@
 """`manta bench engine`: one engine in this process, without HTTP: decode, prefill and mixed workloads. Knows no Ray.
 
 Every setting is warmed up and repeated with other prompts; figures are medians of the repetitions. A core is driven to
-its last result, so that no time is taken while work is in flight.
+its last result, so that no time is taken while work is in flight. The headline figures (`b1_tpot_ms`, `d2_s`, ...)
+stand beside the detailed ones, with their ratios to the yardsticks where there are any.
 """
 
 from __future__ import annotations
@@ -15,13 +16,37 @@ from rich.console import Console
 from manta.engine.config import EngineConfig
 from manta.engine.core import EngineCore
 from manta.engine.errors import ConfigError
+from manta.engine.model_source import load_shape, resolve_model
+from manta.engine.step_time import StepShape
 
-from .drive import Drive, describe_engine, drive, host_figures, start
+from . import startup
+from .drive import (
+    Drive,
+    describe_engine,
+    device_figures,
+    device_name,
+    drive,
+    host_figures,
+    idle_percent,
+    prepare,
+    start,
+)
 from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve
 from .stats import median, summarize
 from .workloads import Item, from_lengths, mix_lengths, shared_prefix, uniform
+from .yardsticks import (
+    Headline,
+    Yardsticks,
+    batch_work,
+    decode_work,
+    headline_table,
+    prefill_work,
+    shared_prefix_work,
+)
 
 WORKLOADS = ("decode", "prefill", "d1", "d2", "prefix")
+STARTUP = "startup"
+"""Processes of their own, measured before this one has an engine, so that they find the device free."""
 
 
 @dataclass(frozen=True)
@@ -86,31 +111,59 @@ def run(
     does not fit the engine (context, cache, sequences) is left out and listed in `details.skipped`. Raises ConfigError
     or CheckpointError.
     """
-    unknown = sorted(set(workloads) - set(WORKLOADS))
+    unknown = sorted(set(workloads) - {*WORKLOADS, STARTUP})
     if unknown or not workloads:
-        raise ConfigError(f"unknown workload {', '.join(unknown)!r}; known: {', '.join(WORKLOADS)}", field="workloads")
+        known = ", ".join((*WORKLOADS, STARTUP))
+        raise ConfigError(f"unknown workload {', '.join(unknown)!r}; known: {known}", field="workloads")
     if plot_path is not None:
         check_plot()
+    say = _sayer(console)
+    ready, details = {}, {}
+    if STARTUP in workloads:
+        ready, details = startup.measure(config, repeats=repeats or Sizes.repeats, say=say)
     core, figures = start(config)
     try:
         sizes = _sizes(core, batch_sizes, prefill_lens, num_requests, repeats)
-        bench = EngineBench(core, sizes, console)
+        figures["prepare_more_s"] = prepare(core)
+        bench = EngineBench(core, sizes, _yardsticks(config, core, sizes), say)
         for name in workloads:
-            figures |= getattr(bench, name)()
-        figures |= memory_figures()
+            if name != STARTUP:
+                figures |= getattr(bench, name)()
+        for name in startup.HEADLINES:
+            if name in ready:
+                bench.add_headline(name, ready[name])
+        figures = {**bench.headline_figures(), **ready, **figures, **memory_figures()}
         report = Report(
             "engine",
             model=describe_engine(config, core.info),
             workload={"workloads": list(workloads), **asdict(sizes)},
             figures=figures,
-            details={"skipped": bench.skipped},
+            details={"headlines": [asdict(row) for row in bench.headlines], "skipped": bench.skipped, **details},
         )
     finally:
         core.close()
     report.finish(console, json_path)
+    if console is not None:
+        console.print(headline_table(bench.headlines))
     if plot_path is not None:
         plot_curve(plot_path, bench.curve, title=f"{core.info.model_name}, {core.info.dtype}, {core.info.device}")
     return report
+
+
+def _yardsticks(config: EngineConfig, core: EngineCore, sizes: Sizes) -> Yardsticks:
+    def fixed(sizes: Sizes) -> Sizes:
+        return replace(sizes, batch_sizes=(), prefill_lens=(), repeats=1)
+
+    return Yardsticks.of(
+        load_shape(resolve_model(config.model)),
+        dtype=core.info.dtype,
+        device=device_name(core.info.device),
+        are_usual_sizes=fixed(sizes) == fixed(Sizes()),
+    )
+
+
+def _sayer(console: Console | None) -> Callable[[str], None]:
+    return lambda text: None if console is None else console.print(text, highlight=False)
 
 
 def _sizes(
@@ -139,14 +192,24 @@ def _sizes(
 class EngineBench:
     """The workloads, each a method that returns figures."""
 
-    def __init__(self, core: EngineCore, sizes: Sizes, console: Console | None) -> None:
+    def __init__(self, core: EngineCore, sizes: Sizes, yardsticks: Yardsticks, say: Callable[[str], None]) -> None:
+        self.headlines: list[Headline] = []
         self.skipped: list[str] = []
         self.curve: list[CurvePoint] = []
         self._core = core
         self._sizes = sizes
-        self._console = console
+        self._yardsticks = yardsticks
+        self._say = say
         self._vocab_size = core.info.vocab_size
         self._seed = 0
+
+    def add_headline(self, name: str, value: float, least_work: Sequence[StepShape] = ()) -> None:
+        self.headlines.append(self._yardsticks.headline(name, value, least_work))
+
+    def headline_figures(self) -> dict[str, float]:
+        """Values, then their ratios."""
+        values = {row.name: row.value for row in self.headlines}
+        return values | {name: ratio for row in self.headlines for name, ratio in row.ratios.items()}
 
     def decode(self) -> dict[str, float]:
         """Time per output token while a whole batch decodes."""
@@ -165,8 +228,12 @@ class EngineBench:
             tpot_s = median(step_s)
             figures[f"{name}_tpot_ms"] = tpot_s * 1e3
             figures[f"{name}_output_tokens_per_s"] = batch / tpot_s
-            decodes = [step for one in drives for step in one.steps if not step.num_prefill_tokens]
-            figures |= host_figures(decodes, f"{name}_")
+            runs = [[step for step in one.steps if not step.num_prefill_tokens] for one in drives]
+            figures |= host_figures([step for run in runs for step in run], f"{name}_")
+            figures |= device_figures(
+                [[step for step in run if step.num_decode_seqs == batch] for run in runs], f"b{batch}_"
+            )
+            self.add_headline(f"b{batch}_tpot_ms", tpot_s * 1e3, decode_work(batch, prompt_len, output_len))
             ttft_p95_ms = summarize([record for one in drives for record in one.records]).ttft.p95 * 1e3
             self.curve.append(CurvePoint(str(batch), batch / tpot_s, ttft_p95_ms, tpot_s * 1e3))
         return figures
@@ -181,25 +248,19 @@ class EngineBench:
                 ttft_s = median([one.records[0].ttft_s or 0.0 for one in drives])
                 figures[f"{name}_ttft_ms"] = ttft_s * 1e3
                 figures[f"{name}_prompt_tokens_per_s"] = length / ttft_s
+                self.add_headline(f"ttft_{length}_ms", ttft_s * 1e3, prefill_work(length))
         return figures
 
     def d1(self) -> dict[str, float]:
         """Many equal requests at once."""
         sizes = self._sizes
-        if not self._fits("d1", 1, sizes.d1_prompt_len + sizes.d1_output_len):
-            return {}
-        return self._batch("d1", lambda: self._uniform(sizes.d1_requests, sizes.d1_prompt_len, sizes.d1_output_len))
+        return self._batch("d1", [sizes.d1_prompt_len] * sizes.d1_requests, [sizes.d1_output_len] * sizes.d1_requests)
 
     def d2(self) -> dict[str, float]:
         """Many requests with chat-like lengths at once."""
-
-        def items() -> list[Item]:
-            divisor, seed = self._sizes.d2_length_divisor, self._next_seed()
-            lengths = [[max(4, length // divisor) for length in one] for one in mix_lengths(self._sizes.d2_requests)]
-            return from_lengths(*lengths, vocab_size=self._vocab_size, seed=seed)
-
-        longest = max(len(item.prompt_token_ids) + item.max_tokens for item in items())
-        return self._batch("d2", items) if self._fits("d2", 1, longest) else {}
+        divisor = self._sizes.d2_length_divisor
+        lengths = [[max(4, length // divisor) for length in one] for one in mix_lengths(self._sizes.d2_requests)]
+        return self._batch("d2", *lengths)
 
     def prefix(self) -> dict[str, float]:
         """Requests that share a long prefix: not in the cache, in the cache, and the same lengths unshared."""
@@ -217,18 +278,30 @@ class EngineBench:
                 warm_s.append(pair[1].duration_s)
                 unshared_s.append(unshared.duration_s)
                 self._say(f"prefix: cold {cold_s[-1]:.3f} s, warm {warm_s[-1]:.3f} s, unshared {unshared_s[-1]:.3f} s")
-        return {
-            "prefix_cold_s": median(cold_s),
-            "prefix_warm_s": median(warm_s),
-            "prefix_unshared_s": median(unshared_s),
-        }
+        for name, values, is_cached in (("prefix_cold_s", cold_s, False), ("prefix_warm_s", warm_s, True)):
+            lens = (sizes.prefix_requests, sizes.prefix_len, sizes.suffix_len, sizes.prefix_output_len)
+            self.add_headline(name, median(values), shared_prefix_work(*lens, is_cached=is_cached))
+        return {"prefix_unshared_s": median(unshared_s)}
 
-    def _batch(self, name: str, make_items: Callable[[], list[Item]]) -> dict[str, float]:
-        drives = self._repeat(name, make_items)
+    def _batch(self, name: str, prompt_lens: Sequence[int], output_lens: Sequence[int]) -> dict[str, float]:
+        """Requests of these lengths, all at once."""
+        longest = max(prompt + output for prompt, output in zip(prompt_lens, output_lens, strict=True))
+        if not self._fits(name, 1, longest):
+            return {}
+
+        def items() -> list[Item]:
+            return from_lengths(prompt_lens, output_lens, vocab_size=self._vocab_size, seed=self._next_seed())
+
+        drives = self._repeat(name, items)
+        duration_s = median([one.duration_s for one in drives])
+        self.add_headline(f"{name}_s", duration_s, batch_work(prompt_lens, output_lens))
         middle = sorted(drives, key=lambda one: one.duration_s)[(len(drives) - 1) // 2]
         figures = summarize(middle.records).figures(f"{name}_")
         figures[f"{name}_steps"] = float(len(middle.steps))
         figures[f"{name}_preemptions"] = float(middle.num_preemptions)
+        figures |= device_figures([one.steps for one in drives], f"{name}_")
+        if (idle := idle_percent(middle.steps)) is not None:
+            figures[f"{name}_steady_device_idle_percent"] = idle
         return figures | host_figures(middle.steps, f"{name}_")
 
     def _repeat(self, name: str, make_items: Callable[[], list[Item]]) -> list[Drive]:
@@ -271,10 +344,6 @@ class EngineBench:
         self.skipped.append(f"{name}: {why}")
         self._say(f"{name} left out: {why}")
         return False
-
-    def _say(self, text: str) -> None:
-        if self._console is not None:
-            self._console.print(text, highlight=False)
 
     def _next_seed(self) -> int:
         self._seed += 1

@@ -40,7 +40,9 @@ def kernels_command(json: Json = None) -> None:
 @bench_app.command("engine")
 def engine_command(
     model: Model = "smollm2-135m",
-    workloads: Annotated[str, typer.Option(help="Of decode, prefill, d1, d2, prefix.")] = "decode,prefill,d1,d2,prefix",
+    workloads: Annotated[
+        str, typer.Option(help="Of decode, prefill, d1, d2, prefix, startup.")
+    ] = "decode,prefill,d1,d2,prefix",
     batch_sizes: Annotated[str | None, typer.Option(metavar="N,N,...", help="Of decode.")] = None,
     prefill_lens: Annotated[str | None, typer.Option(metavar="N,N,...", help="Prompt lengths, tokens.")] = None,
     num_requests: Annotated[int | None, typer.Option(help="At most so many in d1, d2 and prefix.")] = None,

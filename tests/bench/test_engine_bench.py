@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manta.bench import engine
-from manta.bench.drive import HOST_BOUND_WAIT_S, drive, host_figures, start
+from manta.bench.drive import HOST_BOUND_WAIT_S, device_figures, drive, host_figures, idle_percent, start
 from manta.bench.report import Report, check_plot, write_json
 from manta.bench.workloads import Item, uniform
 from manta.deploy.config import load_engine_config
@@ -91,12 +91,28 @@ def test_every_workload_and_the_report(tmp_path: Path) -> None:
         "prefix_warm_s",
         "startup_total_s",
         "host_memory_peak_gib",
+        *("b1_tpot_ms", "b3_tpot_ms", "ttft_256_ms", "d1_s", "d2_s", "prefix_cold_s"),
     ):
         assert tree["figures"][name] > 0, name
+    assert not any("_over_" in name for name in tree["figures"])  # a device of 2 ms a step has no yardsticks
     assert 1.9 < report.figures["decode_batch_3_tpot_ms"] < 6
     assert [text.split(":")[0] for text in tree["details"]["skipped"]] == ["decode_batch_10000", "prefill_100000"]
     assert {"command", "commit", "cpu", "python", "torch", "ray"} <= set(tree["environment"])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ready_and_the_floors_of_a_device_with_known_peaks() -> None:
+    report = engine.run(simulated(device="sim:h200"), workloads=["startup", "decode"], batch_sizes=[2], repeats=1)
+    figures = report.figures
+    assert 0 < figures["ready_warm_first_token_s"] < figures["ready_warm_s"]
+    assert figures["ready_cold_light_imports_s"] > 0
+    (cold,) = report.details["startup"]["cold"]
+    assert cold["heavy_modules"] == []
+    assert sum(cold["phases_s"].values()) == pytest.approx(cold["total_s"])
+    assert next(iter(cold["phases_s"])) == "python"
+    assert figures["b2_tpot_ms_over_floor"] > 1
+    assert not any(name.endswith("_over_vllm") for name in figures)
+    assert [row["name"] for row in report.details["headlines"]] == ["b2_tpot_ms", "ready_cold_s", "ready_warm_s"]
 
 
 def test_wrong_requests_are_refused_before_anything_starts() -> None:
@@ -106,19 +122,40 @@ def test_wrong_requests_are_refused_before_anything_starts() -> None:
         engine.run(simulated(), workloads=["decode"], batch_sizes=[0])
 
 
-def test_host_bound_steps_are_counted() -> None:
-    def step(wait_s: float) -> StepStats:
-        return StepStats(
-            step_id=0,
-            num_prefill_tokens=0,
-            num_decode_seqs=1,
-            num_context_tokens=1,
-            schedule_s=1e-5,
-            launch_s=2e-5,
-            wait_s=wait_s,
-            update_s=3e-5,
-        )
+def step(wait_s: float = 0.0, device_s: float = 0.0, device_idle_s: float = 0.0) -> StepStats:
+    return StepStats(
+        step_id=0,
+        num_prefill_tokens=0,
+        num_decode_seqs=1,
+        num_context_tokens=1,
+        schedule_s=1e-5,
+        launch_s=2e-5,
+        wait_s=wait_s,
+        update_s=3e-5,
+        device_s=device_s,
+        device_idle_s=device_idle_s,
+    )
 
+
+def test_exposed_host_time_is_the_device_s_idle_time_without_each_run_s_first() -> None:
+    waiting = step(device_s=0.01, device_idle_s=5.0)
+    run = [waiting, step(device_s=0.01, device_idle_s=0.001), step(device_s=0.03, device_idle_s=0.003)]
+    figures = device_figures([run, [waiting]], "b2_")
+    assert figures["b2_device_step_ms"] == pytest.approx(20)
+    assert figures["b2_exposed_host_ms"] == pytest.approx(2)
+    assert figures["b2_exposed_host_p50_ms"] == pytest.approx(2)
+    assert figures["b2_exposed_host_p99_ms"] == pytest.approx(2.98)
+    assert device_figures([[step()] * 3], "b2_") == {}
+
+
+def test_the_idle_share_is_that_of_the_steady_part() -> None:
+    ramp = [step(device_s=1.0, device_idle_s=1.0)] * 5
+    steady = [step(device_s=0.99, device_idle_s=0.01)] * 80
+    assert idle_percent([step(device_s=1.0, device_idle_s=99.0), *ramp, *steady, *ramp]) == pytest.approx(1.0)
+    assert idle_percent([step()] * 3) is None
+
+
+def test_host_bound_steps_are_counted() -> None:
     figures = host_figures([step(0.0), step(HOST_BOUND_WAIT_S * 2), step(1.0), step(2.0)], "x_")
     assert figures["x_host_per_step_median_us"] == pytest.approx(60)
     assert figures["x_host_bound_steps_percent"] == 25
