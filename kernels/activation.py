@@ -10,30 +10,38 @@ from . import runtime
 from .runtime import jit
 
 
-def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_reference(gate_up: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """[tokens, 2 * inter] -> [tokens, inter]; see `silu_and_mul`."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = (gate_up[:, 0::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
     if gate_up.dtype == torch.float32:
         return torch.nn.functional.silu(gate).mul_(up)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
 @jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, inter, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, inter, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
     pid_token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < inter
     row = gate_up_ptr + pid_token * gate_up_stride
-    gate = tl.load(row + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row + inter + offs, mask=mask, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        offs_pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(row + offs_pair, mask=offs_pair < 2 * inter, other=0.0).to(tl.float32)
+        gate, up = pairs.reshape(BLOCK, 2).split()
+    else:
+        gate = tl.load(row + offs, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row + inter + offs, mask=mask, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + pid_token * inter + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up for `gate_up` [tokens, 2 * inter] with the gate first; rows may have a stride."""
+def silu_and_mul(gate_up: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Return silu(gate) * up for `gate_up` [tokens, 2 * inter]; rows may have a stride.
+
+    The gate comes first, or, when `interleaved`, column 2 i belongs to the gate and column 2 i + 1 to up.
+    """
     if not runtime.use_triton(gate_up):
-        return silu_and_mul_reference(gate_up)
+        return silu_and_mul_reference(gate_up, interleaved=interleaved)
     num_tokens, width = gate_up.shape
     inter = width // 2
     assert gate_up.stride(1) == 1
@@ -42,5 +50,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         block = min(2048, triton.next_power_of_2(inter))
         grid = (num_tokens, triton.cdiv(inter, block))
-        _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), inter, BLOCK=block, num_warps=4)
+        _silu_and_mul_kernel[grid](
+            gate_up, out, gate_up.stride(0), inter, INTERLEAVED=interleaved, BLOCK=block, num_warps=4
+        )
     return out

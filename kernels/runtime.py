@@ -1,14 +1,19 @@
 """Where an operation runs and with which tile sizes: reference or Triton, device queries, static configuration tables.
 
-Knows no operation and no model. There is no autotuning at run time: the tables below were measured with bench/kernels.
+Knows no operation and no model. There is no autotuning at run time: the tables below and in tuned/ were measured with
+bench/kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +57,33 @@ def keep_freed_memory() -> None:
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; an H100's count for anything else, so that grids stay comparable."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+TUNED_FOLDER: Path = Path(__file__).parent / "tuned"
+"""One JSON file a GPU model, named by `file_stem`; written by `manta bench kernels --tune`."""
+
+
+def file_stem(device_name: str) -> str:
+    """The name a device's files go by: "NVIDIA H200" -> nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_")
+
+
+@cache
+def tuned_tables(device_name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The measured tables of a GPU by operation; of the files whose name the device's contains the longest one.
+
+    Empty without such a file, and then operations take their documented defaults.
+    """
+    name = file_stem(device_name)
+    files = [file for file in TUNED_FOLDER.glob("*.json") if file.stem in name]
+    return json.loads(max(files, key=lambda file: len(file.stem)).read_text()) if files else {}
+
+
+@cache
+def tuned_table(op: str, device: torch.device) -> Mapping[str, Any]:
+    """One operation's measured configurations on this device, {shape key: what the operation keeps there}, or empty."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return tuned_tables(name).get(op, {})
 
 
 @dataclass(frozen=True)

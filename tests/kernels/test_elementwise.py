@@ -46,6 +46,11 @@ def test_silu_and_mul(num_tokens: int, inter: int, dtype: torch.dtype, device: t
     gate_up = strided_rows(num_tokens, 2 * inter, dtype, device) * 4
     expected = activation.silu_and_mul_reference(gate_up)
     assert_close(activation.silu_and_mul(gate_up), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    in_turns = torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1)
+    actual = activation.silu_and_mul(in_turns, interleaved=True)
+    assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    actual = activation.silu_and_mul_reference(in_turns, interleaved=True)
+    assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 ROPE_CASES = [
