@@ -69,6 +69,34 @@ def engine_command(
     )
 
 
+@bench_app.command("trace")
+def trace_command(
+    model: Model = "smollm2-135m",
+    batch_sizes: Annotated[str, typer.Option(metavar="N,N,...", help="Of decode.")] = "1,64,256",
+    prefill_lens: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt lengths, tokens.")] = "2048,8192",
+    num_requests: Annotated[int, typer.Option(min=0, help="Of d2, of which stretches are traced; 0 for none.")] = 1000,
+    chrome: Annotated[
+        Path | None, typer.Option("--chrome", metavar="FOLDER", help="Also write the raw traces there.")
+    ] = None,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Show which kernels a step consists of and where the GPU waits. Needs a CUDA GPU."""
+    config = _engine_config(model, overrides)
+
+    from manta.bench import trace
+
+    trace.run(
+        config,
+        batch_sizes=_numbers("--batch-sizes", batch_sizes, int) or (),
+        prefill_lens=_numbers("--prefill-lens", prefill_lens, int) or (),
+        num_requests=num_requests,
+        chrome_dir=chrome,
+        json_path=json,
+        console=_console(),
+    )
+
+
 @bench_app.command("serving")
 def serving_command(
     url: Annotated[str | None, typer.Option("--url", help="Address of the server; default: $MANTA_URL.")] = None,
