@@ -1,7 +1,7 @@
 """From a step's plan to arrays and back to the tensors of a forward pass. Knows slots, tokens and blocks, no sampling.
 
-State a slot lasts over steps: the token ids that the plan's sender gave, the block table. Tokens that were sampled stay
-on the device: rows that continue with one are marked, and the runner fills them in there.
+State of a slot lasts over steps: on the host the token ids that the plan's sender gave and a copy of the block table;
+on the device the block table and the token that was sampled last. Steps send only what changed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,31 @@ import torch
 from .layers.attention import AttentionBatch, DecodeRows, PrefillRows
 from .plan import NewSequence, Row, StepPlan
 
+NOTHING = -1
+"""In arrays of int32: padding, no block, a token that the host does not know."""
+
 _TABLE_MULTIPLE = 16
 """Columns of block tables come in multiples of this, so that kernels see strides of one kind."""
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """What the device keeps for each slot. The last slot is nobody's: padding rows use it."""
+
+    block_table: torch.Tensor  # [max_num_seqs + 1, max_blocks] int32
+    last_token_ids: torch.Tensor  # [max_num_seqs + 1] int64
+
+    @staticmethod
+    def allocate(*, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> SlotState:
+        size = (max_num_seqs + 1, max_blocks_of(max_model_len, block_size))
+        return SlotState(
+            torch.zeros(size, dtype=torch.int32, device=device),
+            torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
+        )
+
+    def enter_blocks(self, places: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Write `block_ids` [changes] int32 to `places` [changes] int64 of the flattened table."""
+        self.block_table.view(-1).index_copy_(0, places, block_ids)
 
 
 @dataclass(frozen=True)
@@ -40,6 +63,7 @@ class BatchLayout:
     max_decode_len: int
     max_prefill_len: int
     max_query_len: int
+    changes_table: bool
     feeds_back: bool
     """Whether some token is the one that its slot sampled last."""
     feeds_back_all: bool
@@ -50,6 +74,16 @@ class BatchLayout:
     samples_all: bool
     """Whether a token is sampled after each of the step's tokens, in order."""
     prompt_rows: Sequence[PromptRow]
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Rows that start with the same blocks."""
+
+    members: np.ndarray  # [rows] bool
+    slot: int
+    """One of theirs."""
+    num_blocks: int
 
 
 @dataclass(frozen=True)
@@ -65,20 +99,23 @@ class StepTensors:
 
 
 class BatchBuilder:
-    """Keeps what slots hold and lays out steps. Called once a plan, in order, by one thread."""
+    """Keeps what slots hold and lays out steps. One call of `lay_out` or `lay_out_decodes` a plan, in order."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, decodes_as_prefills: bool = False
+    ) -> None:
+        """`decodes_as_prefills`: single queries are laid out as prefills, so that one kernel attends for all."""
         self._block_size = block_size
-        # The step that runs ahead may touch one block more than the longest sequence has.
-        max_blocks = _round_up(-(-max_model_len // block_size) + 1, _TABLE_MULTIPLE)
-        self._block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._decodes_as_prefills = decodes_as_prefills
+        self._block_table = np.zeros((max_num_seqs, max_blocks_of(max_model_len, block_size)), dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._token_ids: list[np.ndarray | None] = [None] * max_num_seqs
+        self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
 
     def lay_out(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> BatchLayout:
         """Bring in the plan's changes and add the step's arrays to `arrays`."""
-        self._update(plan)
+        changes = self._update(plan)
         rows = plan.rows
         num_rows = len(rows)
         slots = np.fromiter((row.slot for row in rows), np.int64, num_rows)
@@ -89,6 +126,8 @@ class BatchBuilder:
         num_decodes = int(is_decode.sum())
         assert is_decode[:num_decodes].all(), "decodes come first"
         assert (counts[:num_decodes] == 1).all(), "a decode has one token"
+        if self._decodes_as_prefills:
+            num_decodes = 0
         ends = starts + counts
         firsts = np.zeros(num_rows + 1, dtype=np.int64)
         np.cumsum(counts, out=firsts[1:])
@@ -98,10 +137,10 @@ class BatchBuilder:
         positions = np.arange(num_tokens) - (firsts[:-1] - starts)[row_of_token]
         block_index, offset = np.divmod(positions, self._block_size)
         blocks = self._block_table[slots[row_of_token], block_index]
-        width = _round_up(-(-int(ends.max(initial=0)) // self._block_size), _TABLE_MULTIPLE)
+        arrays["table_places"], arrays["table_block_ids"] = self._table_changes(changes)
         arrays["positions"] = positions
         arrays["slot_mapping"] = blocks.astype(np.int64) * self._block_size + offset
-        arrays["block_table"] = self._block_table[slots, :width]
+        arrays["table_rows"] = slots.astype(np.int32)
         arrays["decode_lens"], arrays["prefill_lens"] = np.split(ends.astype(np.int32), [num_decodes])
         arrays["query_start"] = (firsts[num_decodes:] - firsts[num_decodes]).astype(np.int32)
 
@@ -117,6 +156,7 @@ class BatchBuilder:
             max_decode_len=int(ends[:num_decodes].max(initial=0)),
             max_prefill_len=int(ends[num_decodes:].max(initial=0)),
             max_query_len=int(counts[num_decodes:].max(initial=0)),
+            changes_table=bool(changes),
             feeds_back=bool(len(fed_back)),
             feeds_back_all=len(fed_back) == num_tokens,
             sampling_rows=sampling,
@@ -126,26 +166,75 @@ class BatchBuilder:
             prompt_rows=self._prompt_rows(rows, firsts),
         )
 
-    def _update(self, plan: StepPlan) -> None:
+    def lay_out_decodes(self, plan: StepPlan, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Lay out a plan of decodes in place, as records of kernels/step_inputs.py.
+
+        `arrays` holds slots, positions, known_ids and new_blocks, [padded rows] int32 each. Returns the rows' slots and
+        the positions of the tokens that are sampled, [rows] int64.
+        """
+        rows, num_rows = plan.rows, len(plan.rows)
+        slots = np.fromiter((row.slot for row in rows), np.int64, num_rows)
+        starts = np.fromiter((row.start for row in rows), np.int64, num_rows)
+        arrays["slots"][:num_rows], arrays["slots"][num_rows:] = slots, len(self._block_table)
+        arrays["positions"][:num_rows], arrays["positions"][num_rows:] = starts, NOTHING
+        known_ids, new_blocks = arrays["known_ids"], arrays["new_blocks"]
+        known_ids.fill(NOTHING)
+        new_blocks.fill(NOTHING)
+        assert not plan.new, "sequences enter with a prefill"
+        self._free(plan)
+        for index, row in enumerate(rows):
+            if row.new_block_ids:
+                (new_blocks[index],) = row.new_block_ids
+                self._append_blocks(row.slot, row.new_block_ids)
+        for index in (starts < self._num_known[slots]).nonzero()[0].tolist():
+            token_ids = self._token_ids[rows[index].slot]
+            assert token_ids is not None, f"slot {rows[index].slot} is free"
+            known_ids[index] = token_ids[rows[index].start]
+        return slots, starts + 1
+
+    def shared_blocks(self, slots: np.ndarray) -> SharedBlocks | None:
+        """The largest group of `slots` that start with the same block, and how many blocks all of it shares."""
+        firsts, counts = np.unique(self._block_table[slots, 0], return_counts=True)
+        if counts.max() < 2:
+            return None
+        members = self._block_table[slots, 0] == firsts[counts.argmax()]
+        shortest = int(self._num_blocks[slots[members]].min())
+        tables = self._block_table[slots[members], :shortest]
+        is_same = (tables == tables[0]).all(axis=0)
+        num_blocks = shortest if is_same.all() else int(is_same.argmin())
+        return SharedBlocks(members, int(slots[members][0]), num_blocks)
+
+    def _free(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots:
             self._token_ids[slot] = None
-        for new in plan.new:
-            self._enter(new)
-        for row in plan.rows:
-            if row.new_block_ids:
-                self._append_blocks(row.slot, row.new_block_ids)
 
-    def _enter(self, new: NewSequence) -> None:
+    def _update(self, plan: StepPlan) -> list[tuple[int, int, list[int]]]:
+        """Bring in the plan's changes. Returns what changes in the table: slot, first index, block ids."""
+        self._free(plan)
+        changes = [self._enter(new) for new in plan.new]
+        changes += [self._append_blocks(row.slot, row.new_block_ids) for row in plan.rows if row.new_block_ids]
+        return changes
+
+    def _enter(self, new: NewSequence) -> tuple[int, int, list[int]]:
         assert self._token_ids[new.slot] is None, f"slot {new.slot} is taken"
         self._token_ids[new.slot] = np.asarray(new.token_ids, dtype=np.int64)
+        self._num_known[new.slot] = len(new.token_ids)
         self._num_prompt_tokens[new.slot] = new.num_prompt_tokens
         self._num_blocks[new.slot] = 0
-        self._append_blocks(new.slot, new.block_ids)
+        return self._append_blocks(new.slot, new.block_ids)
 
-    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> tuple[int, int, list[int]]:
         first = int(self._num_blocks[slot])
         self._block_table[slot, first : first + len(block_ids)] = block_ids
         self._num_blocks[slot] = first + len(block_ids)
+        return slot, first, block_ids
+
+    def _table_changes(self, changes: list[tuple[int, int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+        """Places in the flattened table, int64, and the block ids that go there, int32."""
+        width = self._block_table.shape[1]
+        places = [np.arange(slot * width + first, slot * width + first + len(ids)) for slot, first, ids in changes]
+        block_ids = [block_id for _, _, ids in changes for block_id in ids]
+        return np.concatenate([np.zeros(0, np.int64), *places]), np.asarray(block_ids, dtype=np.int32)
 
     def _add_tokens(self, rows: list[Row], firsts: np.ndarray, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """The known token ids, and the indices of rows whose only token was sampled here."""
@@ -174,14 +263,19 @@ class BatchBuilder:
         return found
 
 
-def step_tensors(layout: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> StepTensors:
+def step_tensors(layout: BatchLayout, tensors: Mapping[str, torch.Tensor], state: SlotState) -> StepTensors:
     """The tensors of the arrays that `BatchBuilder.lay_out` added, put together for the model."""
-    n, table = layout.num_decodes, tensors["block_table"]
-    decode = DecodeRows(n, table[:n], tensors["decode_lens"], layout.max_decode_len) if n else None
+    n, table, table_rows = layout.num_decodes, state.block_table, tensors["table_rows"]
+    decode = DecodeRows(n, table, table_rows[:n], tensors["decode_lens"], layout.max_decode_len) if n else None
     prefill = None
     if n < layout.num_rows:
         prefill = PrefillRows(
-            table[n:], tensors["prefill_lens"], tensors["query_start"], layout.max_query_len, layout.max_prefill_len
+            table,
+            table_rows[n:],
+            tensors["prefill_lens"],
+            tensors["query_start"],
+            layout.max_query_len,
+            layout.max_prefill_len,
         )
     samples = len(layout.sampling_rows) > 0
     return StepTensors(
@@ -192,6 +286,11 @@ def step_tensors(layout: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> St
         sample_places=tensors["sample_places"] if samples and not layout.samples_all else None,
         sample_slots=tensors["sample_slots"] if samples else None,
     )
+
+
+def max_blocks_of(max_model_len: int, block_size: int) -> int:
+    """Columns of the block table. The step that runs ahead may touch one block more than the longest sequence has."""
+    return _round_up(-(-max_model_len // block_size) + 1, _TABLE_MULTIPLE)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -68,6 +68,16 @@ class SchedulerConfig(Section):
     )
 
 
+class ExecutionConfig(Section):
+    """How steps run on the device."""
+
+    cuda_graphs: bool = Field(default=True, description="run decode steps as captured CUDA graphs (CUDA only)")
+    deterministic: bool = Field(
+        default=False,
+        description="batch-invariant kernels: greedy tokens do not depend on batch, chunks or cached prefixes (slower)",
+    )
+
+
 class ParallelConfig(Section):
     """How one engine is split over devices."""
 
@@ -91,6 +101,7 @@ class EngineConfig(Section):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    execution: ExecutionConfig = ExecutionConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @field_validator("device")

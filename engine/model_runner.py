@@ -18,8 +18,8 @@ from .kv_cache import GIB, CacheLayout, NumBlocks, blocks_in_device_memory, bloc
 from .model_shape import ModelShape
 from .model_source import ModelSource
 from .models.decoder import Decoder
-from .profiling import measure_peak_bytes, warm_up
-from .runner import ModelRunner
+from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up
+from .runner import ModelRunner, RunnerOptions
 from .weights.load import load_weights
 
 RESERVE_MARGIN_BYTES = 512 << 20
@@ -40,7 +40,8 @@ class BuiltRunner:
     device: torch.device
     dtype: str
     memory_ledger_bytes: dict[str, int]
-    """weights, kv_cache, workspace (buffers that live as long as the runner), reserve (activations of a step)."""
+    """weights, kv_cache, workspace (buffers that live as long as the runner), reserve (activations of a step), graphs
+    (what captured decode steps hold)."""
     notes: tuple[str, ...]
     """Sentences for the operator: why so many blocks, and whether the context had to be clipped."""
 
@@ -68,11 +69,19 @@ def build_model_runner(
     block_size = config.cache.block_size or (64 if device.type == "cuda" else 16)
     wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype)
+    deterministic = config.execution.deterministic
+    has_graphs = device.type == "cuda" and config.execution.cuda_graphs
 
     with _explained(f"the weights of {source.name} do not fit {device}", field="device"):
         workspace = _decode_workspace(shape, max_num_seqs, device)
         parameters = load_weights(source, shape, dtype=dtype, device=device, seed=config.model.seed)
-        model = Decoder(shape, parameters, max_position=wanted_len + block_size, workspace=workspace)
+        model = Decoder(
+            shape,
+            parameters,
+            max_position=wanted_len + block_size,
+            workspace=workspace,
+            deterministic=deterministic,
+        )
         del parameters
     phases.end("weights")
 
@@ -85,9 +94,12 @@ def build_model_runner(
             peak_bytes = measure_peak_bytes(
                 model, layout, max_num_seqs=max_num_seqs, max_num_tokens=max_num_batched_tokens, device=device
             )
+            if has_graphs:
+                ledger["graphs"] = measure_graph_bytes(model, layout, max_num_seqs=max_num_seqs, device=device)
         ledger["reserve"] = peak_bytes + RESERVE_MARGIN_BYTES
         phases.end("profile")
-    num_blocks = _num_blocks(config, layout, device, reserve_bytes=ledger.get("reserve", 0))
+    reserve_bytes = ledger.get("reserve", 0) + ledger.get("graphs", 0)
+    num_blocks = _num_blocks(config, layout, device, reserve_bytes=reserve_bytes)
     ledger["kv_cache"] = num_blocks.count * layout.block_bytes
     max_model_len = min(wanted_len, num_blocks.count * block_size)
     cache_gib = num_blocks.count * layout.block_bytes / GIB
@@ -97,14 +109,14 @@ def build_model_runner(
         caches = layout.allocate(num_blocks.count, device)
     phases.end("kv_cache")
 
-    runner = ModelRunner(
-        model,
-        caches,
-        device=device,
+    options = RunnerOptions(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         block_size=block_size,
+        pads_decodes=has_graphs,
+        deterministic=deterministic,
     )
+    runner = ModelRunner(model, caches, device=device, options=options)
     if device.type == "cuda":
         warm_up(runner, max_num_seqs=max_num_seqs)
         phases.end("warmup")

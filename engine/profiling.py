@@ -10,11 +10,13 @@ from itertools import count
 import numpy as np
 import torch
 
+from .batch import SlotState
+from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind
 from .kv_cache import CacheLayout
 from .models.decoder import Decoder
 from .plan import NewSequence, Row, StepPlan
 from .request import MAX_LOGPROBS, SamplingParams
-from .runner import ModelRunner
+from .runner import ModelRunner, RunnerOptions
 
 
 def measure_peak_bytes(
@@ -27,14 +29,8 @@ def measure_peak_bytes(
     """
     num_seqs = min(max_num_seqs, max_num_tokens)
     lengths = [len(part) for part in np.array_split(np.arange(max_num_tokens), num_seqs)]
-    runner = ModelRunner(
-        model,
-        layout.allocate(1, device),
-        device=device,
-        max_num_seqs=num_seqs,
-        max_model_len=lengths[0],
-        block_size=layout.block_size,
-    )
+    options = RunnerOptions(max_num_seqs=num_seqs, max_model_len=lengths[0], block_size=layout.block_size)
+    runner = ModelRunner(model, layout.allocate(1, device), device=device, options=options)
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
     blocks = [0] * -(-lengths[0] // layout.block_size)
     plan = StepPlan(
@@ -50,6 +46,31 @@ def measure_peak_bytes(
     peak_bytes = torch.cuda.max_memory_allocated(device)
     runner.close()
     return peak_bytes - before_bytes
+
+
+@torch.inference_mode()
+def measure_graph_bytes(model: Decoder, layout: CacheLayout, *, max_num_seqs: int, device: torch.device) -> int:
+    """Bytes that the largest captured decode step holds for good: its activations, logits and what its draw needs."""
+    state = SlotState.allocate(
+        max_num_seqs=max_num_seqs, max_model_len=layout.block_size, block_size=layout.block_size, device=device
+    )
+    buffers = DecodeBuffers(max_num_seqs, no_slot=max_num_seqs, device=device)
+    buffers.clear()
+    step = DecodeStep(
+        StepKind(Draw.FILTERED),
+        buffers,
+        model=model,
+        caches=layout.allocate(1, device),
+        state=state,
+        block_size=layout.block_size,
+        decodes_as_prefills=False,
+    )
+    torch.cuda.synchronize(device)
+    before_bytes = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step.run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before_bytes
 
 
 def warm_up(runner: ModelRunner, *, max_num_seqs: int) -> None:

@@ -1,18 +1,23 @@
 """Runs plans on a real device, in order: builds the step, runs the model, draws tokens. Knows slots, not requests.
 
-On CPU one worker thread runs steps, on CUDA a stream does; `launch` returns at once on both.
+On CPU one worker thread runs steps, on CUDA a stream does; `launch` returns at once on both. Steps of decodes alone
+take the padded path of decode_step.py where that is switched on, as CUDA graphs on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .batch import BatchBuilder, BatchLayout, StepTensors, step_tensors
+from manta.kernels.attention_shared_prefix import pays
+
+from .batch import BatchBuilder, BatchLayout, SharedBlocks, SlotState, StepTensors, step_tensors
+from .decode_graphs import DecodeGraphs
+from .decode_step import Draw, StepKind
+from .lanes import StreamLane, WorkerLane
 from .layers.attention import LayerCache
 from .logprobs import Logprobs, logprobs_in_chunks
 from .models.decoder import Decoder
@@ -22,14 +27,16 @@ from .upload import upload
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step as the host laid it out."""
+class RunnerOptions:
+    """How steps run. Sizes in tokens unless named otherwise."""
 
-    batch: BatchLayout
-    sampling: SamplingLayout
-    arrays: dict[str, np.ndarray]
-    num_top: tuple[int, ...]
-    """Alternatives that each of the batch's prompt rows wants."""
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    pads_decodes: bool = False
+    """Steps of decodes alone take the padded path; on CUDA as graphs."""
+    deterministic: bool = False
+    """All queries take the prefill kernel, whose results depend on nothing but the sequence."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class _Outcome:
     """What a step left on the device, or on its way to the host."""
 
     sampled: Sampled | None
-    prompts: tuple[Logprobs, ...]
+    prompts: tuple[Logprobs, ...] = ()
 
     def to_host(self) -> _Outcome:
         sampled = None if self.sampled is None else self.sampled.to_host()
@@ -45,160 +52,183 @@ class _Outcome:
 
 
 class ModelRunner:
-    """Implements plan.Runner. `launch` and `close` are called by one thread."""
+    """Implements plan.Runner. `launch`, `prepare_more` and `close` are called by one thread."""
 
     def __init__(
-        self,
-        model: Decoder,
-        caches: list[LayerCache],
-        *,
-        device: torch.device,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
+        self, model: Decoder, caches: list[LayerCache], *, device: torch.device, options: RunnerOptions
     ) -> None:
         vocab_size = model.shape.vocab_size
         self._model = model
         self._caches = caches
         self._device = device
-        self._builder = BatchBuilder(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
-        self._slot_sampling = SlotSampling(max_num_seqs=max_num_seqs, vocab_size=vocab_size)
-        self._num_prompt_top = [0] * max_num_seqs
+        self._block_size = options.block_size
+        sizes = {"max_num_seqs": options.max_num_seqs, "max_model_len": options.max_model_len}
+        self._builder = BatchBuilder(**sizes, block_size=options.block_size, decodes_as_prefills=options.deterministic)
+        self._state = SlotState.allocate(**sizes, block_size=options.block_size, device=device)
+        self._slot_sampling = SlotSampling(max_num_seqs=options.max_num_seqs, vocab_size=vocab_size)
+        self._num_prompt_top = [0] * options.max_num_seqs
         self._sampler = Sampler(vocab_size=vocab_size, device=device)
-        self._last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # weights and caches were written on another stream
-            self._lane: _Worker | _Stream = _Stream(device)
-        else:
-            self._lane = _Worker()
+        self._lane = StreamLane(device) if device.type == "cuda" else WorkerLane()
+        self._graphs = None
+        if options.pads_decodes:
+            self._graphs = DecodeGraphs(
+                model,
+                caches,
+                self._state,
+                max_num_seqs=options.max_num_seqs,
+                block_size=options.block_size,
+                decodes_as_prefills=options.deterministic,
+                device=device,
+            )
+        self._shares_prefixes = not options.deterministic
+        self._shared_of: tuple[np.ndarray, SharedBlocks | None] | None = None
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once. An error inside the step comes out of the handle."""
+        # Decodes come first in a plan: when the last row is one, all are.
+        if self._graphs is not None and plan.rows and plan.rows[-1].is_decode:
+            return self._launch_decodes(self._graphs, plan)
         arrays: dict[str, np.ndarray] = {}
         for new in plan.new:
             self._num_prompt_top[new.slot] = new.params.prompt_logprobs or 0
+        self._shared_of = None
         batch = self._builder.lay_out(plan, arrays)
-        sampling = self._slot_sampling.lay_out(plan, batch, arrays)
+        sampling = self._slot_sampling.lay_out(plan, batch.sampling_slots, batch.sampling_positions, arrays)
         num_top = tuple(self._num_prompt_top[plan.rows[prompt.row].slot] for prompt in batch.prompt_rows)
         if batch.prompt_rows:
             arrays["prompt_targets"] = np.concatenate([prompt.targets for prompt in batch.prompt_rows])
-        return self._lane.start(self, _Step(batch, sampling, arrays, num_top))
+
+        def run() -> _Outcome:
+            return self._run(batch, sampling, arrays, num_top)
+
+        def finish(outcome: _Outcome) -> StepResult:
+            result = _sampled_result(outcome.sampled, batch.sampling_rows, sampling)
+            for prompt, wanted, logprobs in zip(batch.prompt_rows, num_top, outcome.prompts, strict=True):
+                result.prompt_logprobs[prompt.row] = logprobs.entries([wanted] * len(prompt.targets))
+            return result
+
+        return self._lane.start(run, _Outcome.to_host, finish)
 
     def prepare_more(self) -> bool:
-        return False
+        """Capture the next graph that steps may need."""
+        graphs = self._graphs
+        if graphs is None or self._device.type != "cuda":
+            return False
+        return self._lane.do(graphs.prepare_next)
 
     def close(self) -> None:
         """Wait for what is in flight and release the device's memory."""
         self._lane.close()
+        self._graphs = None
         self._caches = []
 
+    def _launch_decodes(self, graphs: DecodeGraphs, plan: StepPlan) -> StepHandle:
+        num_rows = len(plan.rows)
+        buffers = graphs.buffers_for(num_rows)
+        arrays = buffers.upload.next_arrays()
+        stage = buffers.upload.stage
+        slots, sampling_positions = self._builder.lay_out_decodes(plan, arrays)
+        wanted: dict[str, np.ndarray] = {}
+        sampling = self._slot_sampling.lay_out(plan, slots, sampling_positions, wanted)
+        draw = Draw.of(sampling)
+        if draw in (Draw.PLAIN, Draw.FILTERED):
+            buffers.fill_draws(arrays, wanted)
+        shared = self._shared_prefix(slots, plan)
+        if shared is not None:
+            buffers.fill_shared(arrays, shared, block_size=self._block_size)
+        kind = StepKind(draw, shares_prefix=shared is not None)
+
+        @torch.inference_mode()
+        def run() -> _Outcome:
+            step = graphs.step_for(buffers, kind)
+            buffers.upload.send(stage)
+            outputs = step()
+            if outputs.token_ids is not None:
+                return _Outcome(Sampled(outputs.token_ids[:num_rows], None))
+            tensors = upload(wanted | {"sample_slots": slots}, self._device)
+            return _Outcome(self._sample(outputs.logits[:num_rows], sampling, tensors))
+
+        def finish(outcome: _Outcome) -> StepResult:
+            return _sampled_result(outcome.sampled, np.arange(num_rows), sampling)
+
+        return self._lane.start(run, _Outcome.to_host, finish)
+
+    def _shared_prefix(self, slots: np.ndarray, plan: StepPlan) -> SharedBlocks | None:
+        """The rows' common prefix where attending to it once pays. The same rows share the same blocks for ever."""
+        if not self._shares_prefixes:
+            return None
+        if self._shared_of is None or plan.freed_slots or not np.array_equal(self._shared_of[0], slots):
+            shared = self._builder.shared_blocks(slots)
+            if shared is not None:
+                num_tokens = shared.num_blocks * self._block_size
+                if not pays(int(shared.members.sum()), num_tokens, len(slots)):
+                    shared = None
+            self._shared_of = slots, shared
+        return self._shared_of[1]
+
     @torch.inference_mode()
-    def run(self, step: _Step) -> _Outcome:
-        """Run a step on this thread (and its current stream). For lanes only, in launch order."""
-        tensors = upload(step.arrays, self._device)
-        self._sampler.enter(step.sampling, tensors)
-        if not step.batch.num_rows:
-            return _Outcome(None, ())
-        inputs = step_tensors(step.batch, tensors)
+    def _run(
+        self,
+        batch: BatchLayout,
+        sampling: SamplingLayout,
+        arrays: Mapping[str, np.ndarray],
+        num_top: tuple[int, ...],
+    ) -> _Outcome:
+        """A step of any kind, on the lane's thread and stream."""
+        tensors = upload(arrays, self._device)
+        self._sampler.enter(sampling, tensors)
+        if not batch.num_rows:
+            return _Outcome(None)
+        if batch.changes_table:
+            self._state.enter_blocks(tensors["table_places"], tensors["table_block_ids"])
+        inputs = step_tensors(batch, tensors, self._state)
         hidden = self._model.forward(self._token_ids(inputs), inputs.attention, self._caches)
-        prompts = self._prompt_logprobs(hidden, step, tensors)
+        prompts = self._prompt_logprobs(hidden, batch, num_top, tensors)
         if inputs.sample_slots is None:
             return _Outcome(None, prompts)
         if inputs.sample_places is not None:
             hidden = hidden.index_select(0, inputs.sample_places)
-        sampled = self._sampler.run(self._model.logits(hidden), step.sampling, tensors)
-        self._last_token_ids.index_copy_(0, inputs.sample_slots, sampled.token_ids)
-        return _Outcome(sampled, prompts)
+        return _Outcome(self._sample(self._model.logits(hidden), sampling, tensors), prompts)
+
+    def _sample(self, logits: torch.Tensor, sampling: SamplingLayout, tensors: Mapping[str, torch.Tensor]) -> Sampled:
+        sampled = self._sampler.run(logits, sampling, tensors)
+        self._state.last_token_ids.index_copy_(0, tensors["sample_slots"], sampled.token_ids)
+        return sampled
 
     def _token_ids(self, inputs: StepTensors) -> torch.Tensor:
         """The step's tokens, those that were sampled here filled in on the device."""
         if inputs.feedback_slots is None:
             return inputs.token_ids
-        fed_back = self._last_token_ids.index_select(0, inputs.feedback_slots)
+        fed_back = self._state.last_token_ids.index_select(0, inputs.feedback_slots)
         if inputs.feedback_places is None:
             return fed_back
         return inputs.token_ids.index_copy_(0, inputs.feedback_places, fed_back)
 
     def _prompt_logprobs(
-        self, hidden: torch.Tensor, step: _Step, tensors: Mapping[str, torch.Tensor]
+        self, hidden: torch.Tensor, batch: BatchLayout, num_top: tuple[int, ...], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Logprobs, ...]:
         found, first = [], 0
-        for prompt, num_top in zip(step.batch.prompt_rows, step.num_top, strict=True):
+        for prompt, wanted in zip(batch.prompt_rows, num_top, strict=True):
             count = len(prompt.targets)
             targets = tensors["prompt_targets"][first : first + count]
             rows = hidden[prompt.first_token : prompt.first_token + count]
             found.append(
                 logprobs_in_chunks(
-                    rows, targets, num_top, head=self._model.logits, vocab_size=self._model.shape.vocab_size
+                    rows, targets, wanted, head=self._model.logits, vocab_size=self._model.shape.vocab_size
                 )
             )
             first += count
         return tuple(found)
 
 
-class _Worker:
-    """The CPU's lane: one thread that runs steps in order."""
-
-    def __init__(self) -> None:
-        # Threads inside an operation are counted per calling thread: the worker takes over this thread's number.
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="manta-step", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-        )
-
-    def start(self, runner: ModelRunner, step: _Step) -> StepHandle:
-        return _FutureHandle(self._pool.submit(lambda: _result(step, runner.run(step))))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-class _Stream:
-    """CUDA's lane: a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def start(self, runner: ModelRunner, step: _Step) -> StepHandle:
-        with torch.cuda.stream(self._stream):
-            outcome = runner.run(step).to_host()
-            done = torch.cuda.Event()
-            done.record()
-        return _EventHandle(step, outcome, done)
-
-    def close(self) -> None:
-        self._stream.synchronize()
-
-
-@dataclass(frozen=True)
-class _FutureHandle:
-    future: Future[StepResult]
-
-    def result(self) -> StepResult:
-        return self.future.result()
-
-
-@dataclass(frozen=True)
-class _EventHandle:
-    """The outcome lies in pinned memory once the event has happened."""
-
-    step: _Step
-    outcome: _Outcome
-    done: torch.cuda.Event
-
-    def result(self) -> StepResult:
-        self.done.synchronize()
-        return _result(self.step, self.outcome)
-
-
-def _result(step: _Step, outcome: _Outcome) -> StepResult:
-    """From tensors on the host."""
+def _sampled_result(sampled: Sampled | None, rows: np.ndarray, sampling: SamplingLayout) -> StepResult:
+    """From tensors on the host; `rows` are the plan's rows that sample."""
     result = StepResult([])
-    if outcome.sampled is not None:
-        result.token_ids = outcome.sampled.token_ids.tolist()
-        if outcome.sampled.logprobs is not None:
-            entries = outcome.sampled.logprobs.entries(list(step.sampling.num_top))
-            rows = step.batch.sampling_rows[list(step.sampling.logprob_rows)].tolist()
-            result.logprobs = dict(zip(rows, entries, strict=True))
-    for prompt, num_top, logprobs in zip(step.batch.prompt_rows, step.num_top, outcome.prompts, strict=True):
-        result.prompt_logprobs[prompt.row] = logprobs.entries([num_top] * len(prompt.targets))
+    if sampled is not None:
+        result.token_ids = sampled.token_ids.tolist()
+        if sampled.logprobs is not None:
+            entries = sampled.logprobs.entries(list(sampling.num_top))
+            result.logprobs = dict(zip(rows[list(sampling.logprob_rows)].tolist(), entries, strict=True))
     return result

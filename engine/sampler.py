@@ -14,7 +14,6 @@ import torch
 
 from manta.kernels.sampling import argmax, sample
 
-from .batch import BatchLayout
 from .logprobs import Logprobs, logprobs_of
 from .penalties import PenalizedRows, PenaltyPool
 from .plan import NewSequence, StepPlan
@@ -76,14 +75,18 @@ class SlotSampling:
         self._free_pool_rows: list[int] = []
         self._num_pool_rows = 0
 
-    def lay_out(self, plan: StepPlan, batch: BatchLayout, arrays: dict[str, np.ndarray]) -> SamplingLayout:
-        """Bring in the plan's changes and add the step's arrays to `arrays`."""
+    def lay_out(
+        self, plan: StepPlan, slots: np.ndarray, positions: np.ndarray, arrays: dict[str, np.ndarray]
+    ) -> SamplingLayout:
+        """Bring in the plan's changes and add the step's arrays to `arrays`.
+
+        `slots` and `positions` [sampling rows] int64: whose tokens are sampled, and where those stand.
+        """
         for slot in plan.freed_slots:
             self._leave(slot)
         for new in plan.new:
             self._enter(new)
         enters_pool = self._add_pool_entries([new for new in plan.new if self._pool_row[new.slot] >= 0], arrays)
-        slots, positions = batch.sampling_slots, batch.sampling_positions
         temperature, top_k = self._temperature[slots], self._top_k[slots]
         all_greedy = not temperature.any()
         need_filter = False

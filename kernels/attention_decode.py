@@ -23,8 +23,10 @@ def attention_decode_reference(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `attention_decode`. Sequences of similar length share one padded call."""
+    block_table = block_table if table_rows is None else block_table.index_select(0, table_rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lengths: list[int] = seq_lens.tolist()
     for rows in _groups_of_similar_length(lengths):
@@ -135,6 +137,7 @@ def _attention_decode_kernel(
     key_cache_ptr,
     value_cache_ptr,
     block_table_ptr,
+    table_rows_ptr,
     seq_lens_ptr,
     out_ptr,
     partial_ptr,
@@ -178,7 +181,8 @@ def _attention_decode_kernel(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     slot_stride = num_kv_heads * HEAD_DIM
-    table_row = block_table_ptr + pid_seq.to(tl.int64) * table_stride
+    table_row_id = pid_seq if table_rows_ptr is None else tl.load(table_rows_ptr + pid_seq)
+    table_row = block_table_ptr + table_row_id.to(tl.int64) * table_stride
     for start in range(begin, end, TILE):
         key_pos = start + offs_tile
         mask_key = key_pos < end
@@ -255,21 +259,23 @@ def attention_decode(
     *,
     workspace: DecodeWorkspace | None,
     max_seq_len: int,
+    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(q k^T * scale) v for one query a sequence, [seqs, heads, dim].
 
     `q` [seqs, heads, dim] (last dimension contiguous); caches [num_blocks, block_size, kv_heads, dim], contiguous;
-    `block_table` [seqs, max_blocks] int32; `seq_lens` [seqs] int32 counts the query's own token, whose k and v are in
-    the cache already. Rows with length 0 are skipped and their output stays as it was. `workspace` is needed inside
-    CUDA graphs, else the launcher allocates. The grid follows from the number of rows alone; `max_seq_len` is a bound
-    that the caller vouches for (the block table must cover it).
+    `block_table` [seqs, max_blocks] int32; with `table_rows` [seqs] int32, sequence i's blocks stand in row
+    table_rows[i] of it. `seq_lens` [seqs] int32 counts the query's own token, whose k and v are in the cache already.
+    Rows with length 0 are skipped and their output stays as it was. `workspace` is needed inside CUDA graphs, else the
+    launcher allocates. The grid follows from the number of rows alone; `max_seq_len` is a bound that the caller vouches
+    for (the block table must cover it).
     """
     num_seqs, num_heads, head_dim = q.shape
     page_size, num_kv_heads = key_cache.shape[1:3]
     assert num_heads % num_kv_heads == 0
     assert max_seq_len <= block_table.shape[1] * page_size
     if not runtime.use_triton(q):
-        return attention_decode_reference(q, key_cache, value_cache, block_table, seq_lens, scale, out)
+        return attention_decode_reference(q, key_cache, value_cache, block_table, seq_lens, scale, out, table_rows)
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     assert block_table.stride(1) == 1
@@ -295,6 +301,7 @@ def attention_decode(
         key_cache,
         value_cache,
         block_table,
+        table_rows,
         seq_lens,
         out,
         workspace.partial if splits > 1 and workspace is not None else None,

@@ -23,9 +23,11 @@ def attention_prefill_reference(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `attention_prefill`. Single queries go through the decode reference in one call, the others one by one."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    block_table = block_table if table_rows is None else block_table.index_select(0, table_rows)
     starts: list[int] = query_start.tolist()
     lengths: list[int] = seq_lens.tolist()
     single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1]
@@ -146,6 +148,7 @@ def _attention_prefill_kernel(
     key_cache_ptr,
     value_cache_ptr,
     block_table_ptr,
+    table_rows_ptr,
     query_start_ptr,
     seq_lens_ptr,
     out_ptr,
@@ -205,7 +208,8 @@ def _attention_prefill_kernel(
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    table_row = block_table_ptr + low.to(tl.int64) * table_stride
+    table_row_id = low if table_rows_ptr is None else tl.load(table_rows_ptr + low)
+    table_row = block_table_ptr + table_row_id.to(tl.int64) * table_stride
     num_pages = tl.cdiv(seq_len, PAGE)
     head_offset = pid_kv * HEAD_DIM
     slot_stride = num_kv_heads * HEAD_DIM
@@ -273,6 +277,8 @@ def attention_prefill(
     *,
     max_query_len: int,
     max_seq_len: int,
+    table_rows: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Return causal attention of packed queries over their sequences' cached keys and values, [tokens, heads, dim].
 
@@ -288,7 +294,9 @@ def attention_prefill(
     assert max_seq_len <= block_table.shape[1] * page_size
     assert max_query_len <= max_seq_len
     if not runtime.use_triton(q):
-        return attention_prefill_reference(q, key_cache, value_cache, block_table, query_start, seq_lens, scale, out)
+        return attention_prefill_reference(
+            q, key_cache, value_cache, block_table, query_start, seq_lens, scale, out, table_rows
+        )
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     assert block_table.stride(1) == 1
@@ -308,6 +316,7 @@ def attention_prefill(
         key_cache,
         value_cache,
         block_table,
+        table_rows,
         query_start,
         seq_lens,
         out,

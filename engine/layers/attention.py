@@ -8,9 +8,11 @@ import torch
 
 from manta.kernels.attention_decode import DecodeWorkspace, attention_decode
 from manta.kernels.attention_prefill import attention_prefill
+from manta.kernels.attention_shared_prefix import SharedPrefix, attention_shared_prefix
 from manta.kernels.rope import rope_and_store
 
 from .linear import Linear
+from .norm import RmsNorm
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
@@ -21,16 +23,19 @@ class DecodeRows:
     """The sequences with one query, which are the step's first tokens."""
 
     num_rows: int
-    block_table: torch.Tensor  # [rows, max_blocks] int32
+    block_table: torch.Tensor  # [slots, max_blocks] int32
+    table_rows: torch.Tensor  # [rows] int32
     seq_lens: torch.Tensor  # [rows] int32
     max_seq_len: int
+    prefix: SharedPrefix | None = None
 
 
 @dataclass(frozen=True)
 class PrefillRows:
     """The other sequences; `query_start` counts from their first token."""
 
-    block_table: torch.Tensor  # [rows, max_blocks] int32
+    block_table: torch.Tensor  # [slots, max_blocks] int32
+    table_rows: torch.Tensor  # [rows] int32
     seq_lens: torch.Tensor  # [rows] int32
     query_start: torch.Tensor  # [rows + 1] int32
     max_query_len: int
@@ -52,6 +57,7 @@ class Attention:
 
     def __init__(
         self,
+        norm: RmsNorm,
         qkv: Linear,
         output: Linear,
         *,
@@ -59,7 +65,9 @@ class Attention:
         num_kv_heads: int,
         head_dim: int,
         workspace: DecodeWorkspace | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self.norm = norm
         self.qkv = qkv
         self.output = output
         self._heads = (num_heads, num_kv_heads, num_kv_heads)
@@ -67,12 +75,14 @@ class Attention:
         self._width = num_heads * head_dim
         self._scale = head_dim**-0.5
         self._workspace = workspace
+        self._deterministic = deterministic
 
-    def __call__(
-        self, hidden: torch.Tensor, batch: AttentionBatch, cache: LayerCache, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; writes the tokens' keys and values to the cache before it reads."""
-        q, k, v = self.qkv(hidden).view(self._shape).split(self._heads, dim=1)
+    def __call__(self, residual: torch.Tensor, batch: AttentionBatch, cache: LayerCache, cos_sin: torch.Tensor) -> None:
+        """Add the attention of the normalized residual to `residual` [tokens, hidden], in place.
+
+        Writes the tokens' keys and values to the cache before it reads.
+        """
+        q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
         keys, values = cache
         rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
         decode, prefill = batch.decode, batch.prefill
@@ -85,18 +95,27 @@ class Attention:
             attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             self._decode(q[: decode.num_rows], decode, cache, attended[: decode.num_rows])
             self._prefill(q[decode.num_rows :], prefill, cache, attended[decode.num_rows :])
-        return self.output(attended.view(-1, self._width))
+        self.output.add_to(residual, attended.view(-1, self._width))
 
     def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
-        return attention_decode(
+        places = rows.block_table, rows.seq_lens, self._scale, out
+        if rows.prefix is None:
+            return attention_decode(
+                q,
+                *cache,
+                *places,
+                workspace=self._workspace,
+                max_seq_len=rows.max_seq_len,
+                table_rows=rows.table_rows,
+            )
+        return attention_shared_prefix(
             q,
             *cache,
-            rows.block_table,
-            rows.seq_lens,
-            self._scale,
-            out,
+            *places,
             workspace=self._workspace,
             max_seq_len=rows.max_seq_len,
+            table_rows=rows.table_rows,
+            prefix=rows.prefix,
         )
 
     def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
@@ -110,4 +129,6 @@ class Attention:
             out,
             max_query_len=rows.max_query_len,
             max_seq_len=rows.max_seq_len,
+            table_rows=rows.table_rows,
+            deterministic=self._deterministic,
         )

@@ -1,4 +1,4 @@
-"""RMSNorm with its weight, the residual addition fused in front. Knows no model."""
+"""RMSNorm with its weight. Knows no model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class RmsNorm:
         self.weight = weight
         self.eps = eps
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalize `x` [tokens, dim]; with a residual, add x to it in place first and normalize the sum."""
-        return rms_norm(x, self.weight, self.eps, residual)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize `x` [tokens, dim]."""
+        return rms_norm(x, self.weight, self.eps)

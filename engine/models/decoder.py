@@ -20,11 +20,9 @@ from manta.kernels.attention_decode import DecodeWorkspace
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Attention and feed-forward, each behind a norm."""
+    """Both blocks add to the residual stream and normalize what they read of it."""
 
-    input_norm: RmsNorm
     attention: Attention
-    post_norm: RmsNorm
     mlp: GatedMlp
 
 
@@ -38,31 +36,33 @@ class Decoder:
         *,
         max_position: int,
         workspace: DecodeWorkspace | None = None,
+        deterministic: bool = False,
     ) -> None:
         """Takes the parameters over: on CPU they are packed layer by layer, and the plain ones released."""
         self.shape = shape
         self.embedding = Embedding(parameters.embedding)
         self.final_norm = RmsNorm(parameters.final_norm, shape.rms_norm_eps)
-        self.head = self.embedding.as_head() if parameters.head is None else Linear(parameters.head)
+        # With tied embeddings the head is the same memory until it is packed.
+        head = parameters.embedding if parameters.head is None else parameters.head
+        self.head = Linear(head, deterministic=deterministic)
         parameters.head = None
         self.head.pack()
-        self.layers = [_take_layer(shape, parameters, index, workspace) for index in range(shape.num_layers)]
+        self.layers = [
+            _take_layer(shape, parameters, index, workspace, deterministic) for index in range(shape.num_layers)
+        ]
         self.cos_sin = build_cos_sin(shape.rope, shape.head_dim, max_position, parameters.embedding.device)
 
     def forward(self, token_ids: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the final norm, from `token_ids` [tokens] int64."""
+        """The residual stream [tokens, hidden] behind the last layer, from `token_ids` [tokens] int64."""
         residual = self.embedding(token_ids)
-        branch = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer.input_norm(residual) if branch is None else layer.input_norm(branch, residual)
-            hidden = layer.attention(hidden, batch, cache, self.cos_sin)
-            branch = layer.mlp(layer.post_norm(hidden, residual))
-        assert branch is not None, "a decoder has at least one layer"
-        return self.final_norm(branch, residual)
+            layer.attention(residual, batch, cache, self.cos_sin)
+            layer.mlp(residual)
+        return residual
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab] in the model's dtype, a fresh tensor."""
-        return self.head(hidden)
+    def logits(self, residual: torch.Tensor) -> torch.Tensor:
+        """The final norm and the head: [rows, hidden] -> [rows, vocab] in the model's dtype, a fresh tensor."""
+        return self.head.after_norm(residual, self.final_norm)
 
     @property
     def num_weight_bytes(self) -> int:
@@ -70,30 +70,40 @@ class Decoder:
         tensors = [self.embedding.weight, self.final_norm.weight]
         linears = [] if self.head.weight is self.embedding.weight else [self.head]
         for layer in self.layers:
-            tensors += [layer.input_norm.weight, layer.post_norm.weight]
+            tensors += [layer.attention.norm.weight, layer.mlp.norm.weight]
             linears += [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
         plain = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return plain + sum(linear.num_bytes for linear in linears)
 
 
 def _take_layer(
-    shape: ModelShape, parameters: Parameters, index: int, workspace: DecodeWorkspace | None
+    shape: ModelShape,
+    parameters: Parameters,
+    index: int,
+    workspace: DecodeWorkspace | None,
+    deterministic: bool,
 ) -> DecoderLayer:
     weights = parameters.take_layer(index)
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        layer = Linear(weight, bias, deterministic=deterministic)
+        layer.pack()
+        return layer
+
     attention = Attention(
-        Linear(weights.qkv, weights.qkv_bias),
-        Linear(weights.output, weights.output_bias),
+        RmsNorm(weights.input_norm, shape.rms_norm_eps),
+        linear(weights.qkv, weights.qkv_bias),
+        linear(weights.output, weights.output_bias),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         workspace=workspace,
+        deterministic=deterministic,
     )
-    mlp = GatedMlp(Linear(weights.gate_up, weights.gate_up_bias), Linear(weights.down, weights.down_bias))
-    for linear in (attention.qkv, attention.output, mlp.gate_up, mlp.down):
-        linear.pack()
-    return DecoderLayer(
-        RmsNorm(weights.input_norm, shape.rms_norm_eps),
-        attention,
+    mlp = GatedMlp(
         RmsNorm(weights.post_norm, shape.rms_norm_eps),
-        mlp,
+        linear(weights.gate_up, weights.gate_up_bias),
+        linear(weights.down, weights.down_bias),
+        interleaved=parameters.interleaved,
     )
+    return DecoderLayer(attention, mlp)

@@ -1,6 +1,7 @@
 """A decoder's parameters as fused tensors, and which slice of them each tensor of a checkpoint fills.
 
-qkv = [q; k; v] and gate_up = [gate; up], rows stacked. Knows no file format and no tensor names but our own.
+qkv = [q; k; v] and gate_up = [gate; up], rows stacked; on CUDA gate_up holds the rows of gate and up in turns, so that
+one tile of a product has both. Knows no file format and no tensor names but our own.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Parameters:
     head: torch.Tensor | None
     final_norm: torch.Tensor
     layers: list[LayerParameters | None]
+    interleaved: bool
+    """Whether gate_up holds row i of gate at 2 i and of up at 2 i + 1."""
 
     def take_layer(self, index: int) -> LayerParameters:
         """Hand a layer over; it is no longer held here. Once a layer."""
@@ -73,6 +76,7 @@ def allocate_parameters(shape: ModelShape, *, dtype: torch.dtype, device: torch.
         head=None if shape.tie_word_embeddings else empty(shape.vocab_size, hidden),
         final_norm=empty(hidden),
         layers=layers,
+        interleaved=device.type == "cuda",
     )
 
 
@@ -81,14 +85,16 @@ def destinations(shape: ModelShape, parameters: Parameters) -> dict[Parameter, t
     views = {Parameter("embedding", None, "weight"): parameters.embedding}
     for index, layer in enumerate(parameters.layers):
         if layer is not None:
-            views |= _layer_destinations(shape, index, layer)
+            views |= _layer_destinations(shape, index, layer, interleaved=parameters.interleaved)
     views[Parameter("final_norm", None, "weight")] = parameters.final_norm
     if parameters.head is not None:
         views[Parameter("head", None, "weight")] = parameters.head
     return views
 
 
-def _layer_destinations(shape: ModelShape, index: int, layer: LayerParameters) -> dict[Parameter, torch.Tensor]:
+def _layer_destinations(
+    shape: ModelShape, index: int, layer: LayerParameters, *, interleaved: bool
+) -> dict[Parameter, torch.Tensor]:
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     views = {
         Parameter("input_norm", index, "weight"): layer.input_norm,
@@ -105,7 +111,8 @@ def _layer_destinations(shape: ModelShape, index: int, layer: LayerParameters) -
         if output is not None:
             views[Parameter("output", index, kind)] = output
         if gate_up is not None:
-            views[Parameter("gate", index, kind)], views[Parameter("up", index, kind)] = gate_up.chunk(2)
+            gate, up = (gate_up[0::2], gate_up[1::2]) if interleaved else gate_up.chunk(2)
+            views[Parameter("gate", index, kind)], views[Parameter("up", index, kind)] = gate, up
         if down is not None:
             views[Parameter("down", index, kind)] = down
     return views

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from manta.engine.model_runner import BuiltRunner, build_model_runner
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.plan import NewSequence, Row, StepHandle, StepPlan, StepResult
 from manta.engine.request import SamplingParams
+from manta.engine.runner import ModelRunner, RunnerOptions
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -50,6 +52,19 @@ def build(model: str | Path, **overrides: Any) -> BuiltRunner:
     config = EngineConfig.build(str(model), **{**defaults, **overrides})
     source = resolve_model(config.model)
     return build_model_runner(config, source, load_shape(source))
+
+
+def padded(built: BuiltRunner, *, deterministic: bool = False) -> BuiltRunner:
+    """The same model and cache behind a runner whose decode steps take the padded path, as on CUDA."""
+    options = RunnerOptions(
+        max_num_seqs=32,
+        max_model_len=built.max_model_len,
+        block_size=built.block_size,
+        pads_decodes=True,
+        deterministic=deterministic,
+    )
+    runner = ModelRunner(built.runner._model, built.runner._caches, device=built.device, options=options)
+    return dataclasses.replace(built, runner=runner)
 
 
 @dataclass

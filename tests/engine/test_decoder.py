@@ -53,6 +53,7 @@ def whole_prompt(shape: ModelShape, num_tokens: int) -> tuple[AttentionBatch, li
     positions = torch.arange(num_tokens)
     rows = PrefillRows(
         block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+        table_rows=torch.zeros(1, dtype=torch.int32),
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32),
         query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
         max_query_len=num_tokens,

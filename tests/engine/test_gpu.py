@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manta.engine.model_runner import BuiltRunner
-from manta.engine.plan import Row, StepPlan
+from manta.engine.plan import NewSequence, Row, StepPlan
 from manta.engine.request import SamplingParams
 from tests.engine.runners import GREEDY, Driver, build, expected_greedy, save_tiny
 
@@ -152,12 +152,122 @@ def test_a_step_never_waits_for_the_device(tiny: tuple[Path, Any]):
     built.runner.close()
 
 
+DRAWS = {
+    "greedy": SamplingParams(temperature=0.0, seed=0),
+    "plain": SamplingParams(temperature=1.2, seed=5),
+    "filtered": SamplingParams(temperature=1.2, top_p=0.9, top_k=40, seed=6),
+    "penalized": SamplingParams(temperature=0.9, repetition_penalty=1.2, seed=7, logprobs=2),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_graphs_change_no_token(tiny: tuple[Path, Any], draw: str, dtype: str):
+    prompts = [[(31 * i + 7 * row) % 200 + 3 for i in range(5 + 9 * row)] for row in range(11)]
+    found = []
+    for cuda_graphs in (False, True):
+        built = cuda(tiny[0], dtype=dtype, cuda_graphs=cuda_graphs)
+        # One prompt has the kernels of one row, all of them a padded batch; both twice, so that graphs are replayed.
+        batches = [prompts, prompts[:1], prompts, prompts[:1]]
+        found.append([Driver(built).generate(batch, 20, DRAWS[draw]) for batch in batches])
+        built.runner.close()
+    assert found[1][:2] == found[1][2:]
+    if dtype == "float32":
+        assert found[1] == found[0]
+    else:  # padding changes which tiles a product takes, so near ties may fall the other way
+        flat = [[token for driver in tokens for row in driver for token in row] for tokens in found]
+        pairs = list(zip(*flat, strict=True))
+        assert sum(x == y for x, y in pairs) > 0.9 * len(pairs)
+        assert found[1][1] == found[0][1]  # one row is never padded
+
+
+def test_graphs_are_captured_in_advance_until_none_is_missing(tiny: tuple[Path, Any]):
+    built = cuda(tiny[0], max_num_seqs=8)
+    expected = Driver(built).generate(PROMPTS, 12)
+    count = 0
+    while built.runner.prepare_more():
+        count += 1
+    assert count >= 8
+    graphs = built.runner._graphs
+    assert graphs is not None
+    before = set(graphs._steps)
+    assert Driver(built).generate(PROMPTS, 12) == expected
+    assert Driver(built).generate(PROMPTS[:3], 4, DRAWS["plain"])
+    assert set(graphs._steps) == before
+    built.runner.close()
+
+
+def test_rows_that_share_a_prefix_give_the_tokens_of_rows_that_do_not(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+):
+    from manta.engine import runner
+
+    prefix = [3 + i % 190 for i in range(192)]
+    prompts = [[*prefix, 100 + i] for i in range(6)]
+    expected = [expected_greedy(tiny[1], prompt, 8) for prompt in prompts]
+    monkeypatch.setattr(runner, "pays", lambda *sizes: True)
+    built = cuda(tiny[0], block_size=64)
+    driver = Driver(built)
+    driver.tokens |= {slot: [] for slot in range(6)}
+    new = [NewSequence(s, p, len(p), [20, 21, 22, 30 + s], GREEDY, []) for s, p in enumerate(prompts)]
+    driver.launch([Row(s, 0, len(p), [], True, False) for s, p in enumerate(prompts)], new)
+    for step in range(7):
+        driver.launch([Row(s, len(p) + step, 1, [], True, True) for s, p in enumerate(prompts)])
+    driver.finish()
+    assert [driver.tokens[slot] for slot in range(6)] == expected
+    assert built.runner._graphs is not None
+    assert any(kind.shares_prefix for _, kind in built.runner._graphs._steps)
+    built.runner.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_in_deterministic_mode_tokens_depend_on_nothing_but_the_prompt(cuda_graphs: bool):
+    """bf16: alone, among neighbours, in chunks, behind blocks that another request computed."""
+    built = cuda(
+        "smollm2-135m",
+        dtype="bfloat16",
+        deterministic=True,
+        cuda_graphs=cuda_graphs,
+        num_blocks=600,
+        block_size=16,
+    )
+    text = [token for ids in IDS for token in ids]
+    prompts = [text[7 * row : 7 * row + 90 + 3 * row] for row in range(17)]
+    alone = [Driver(built).generate([prompt], 40)[0] for prompt in prompts[:4]]
+    assert Driver(built).generate(prompts, 40)[:4] == alone
+    for chunk in (7, 32, 64):
+        assert Driver(built).generate(prompts, 40, chunk=chunk)[:4] == alone
+    driver = Driver(built)
+    driver.tokens |= {0: [], 1: []}
+    shared = [500, 501, 502, 503]
+    for slot, own in ((0, [510, 511, 512, 513]), (1, [520, 521, 522, 523])):
+        start = 0 if slot == 0 else 64  # the second finds four blocks in the cache
+        row = Row(slot, start, len(prompts[0]) - start, [], True, False)
+        driver.launch([row], [NewSequence(slot, prompts[0], len(prompts[0]), [*shared, *own], GREEDY, [])])
+    for step in range(39):
+        driver.launch([Row(slot, len(prompts[0]) + step, 1, [], True, True) for slot in (0, 1)])
+    driver.finish()
+    assert [driver.tokens[0], driver.tokens[1]] == [alone[0]] * 2
+    built.runner.close()
+
+
+def test_results_carry_the_devices_times(tiny: tuple[Path, Any]):
+    driver = Driver(cuda(tiny[0]))
+    driver.generate(PROMPTS, 6)
+    results = [result for plan, result in driver.results if plan.rows]
+    assert all(0 < result.device_s < 10 for result in results)
+    assert all(result.device_idle_s >= 0 for result in results)
+    assert any(result.device_idle_s > 0 for result in results)
+    driver.built.runner.close()
+
+
 def test_the_cache_fills_its_share_of_memory_and_the_largest_step_fits(tiny: tuple[Path, Any]):
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     fraction = min(0.5, 0.8 * free_bytes / total_bytes)
     built = cuda(tiny[0], num_blocks=None, memory_fraction=fraction, max_num_batched_tokens=4096, max_num_seqs=64)
     ledger = built.memory_ledger_bytes
-    assert set(ledger) == {"weights", "workspace", "reserve", "kv_cache"}
+    assert set(ledger) == {"weights", "workspace", "reserve", "graphs", "kv_cache"}
     assert 0.8 * fraction * total_bytes < sum(ledger.values()) <= fraction * total_bytes
     assert "for a step's activations" in built.notes[0]
     driver = Driver(built)

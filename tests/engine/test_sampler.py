@@ -48,7 +48,7 @@ class Bench:
         self._step += 1
         arrays: dict[str, np.ndarray] = {}
         batch = self.builder.lay_out(plan, arrays)
-        self.layout = self.slots.lay_out(plan, batch, arrays)
+        self.layout = self.slots.lay_out(plan, batch.sampling_slots, batch.sampling_positions, arrays)
         tensors = upload(arrays, CPU)
         self.sampler.enter(self.layout, tensors)
         return self.sampler.run(logits.clone(), self.layout, tensors)

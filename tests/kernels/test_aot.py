@@ -47,7 +47,7 @@ class Config:
 
 def attention_types(names: str) -> dict[str, str]:
     pointers = dict.fromkeys(("q_ptr", "key_cache_ptr", "value_cache_ptr", "out_ptr"), "*{dtype}")
-    pointers |= dict.fromkeys(("block_table_ptr", "seq_lens_ptr", "query_start_ptr"), "*i32")
+    pointers |= dict.fromkeys(("block_table_ptr", "table_rows_ptr", "seq_lens_ptr", "query_start_ptr"), "*i32")
     pointers |= dict.fromkeys(("partial_ptr", "log_sum_ptr"), "*fp32") | {"scale_log2": "fp32"}
     return {name: pointers.get(name, "i32") for name in names.split()}
 
@@ -64,8 +64,8 @@ def decode_config(dtype: str, *, splits: int, dim: int = 128, page: int = 64, he
         f"decode-d{dim}-p{page}-g{heads // kv}-s{splits}",
         attention_decode._attention_decode_kernel,
         attention_types(
-            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr seq_lens_ptr out_ptr partial_ptr log_sum_ptr "
-            "scale_log2 q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads"
+            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr table_rows_ptr seq_lens_ptr out_ptr partial_ptr "
+            "log_sum_ptr scale_log2 q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads"
         ),
         constants,
         tiles.num_warps,
@@ -84,8 +84,8 @@ def prefill_config(
         f"prefill-d{dim}-p{page}-g{heads // kv}",
         attention_prefill._attention_prefill_kernel,
         attention_types(
-            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr query_start_ptr seq_lens_ptr out_ptr scale_log2 "
-            "q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads num_seqs"
+            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr table_rows_ptr query_start_ptr seq_lens_ptr out_ptr "
+            "scale_log2 q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads num_seqs"
         ),
         {
             "GROUP": heads // kv, "HEAD_DIM": dim, "PAGE": page, "BLOCK_M": tiles.block_m,
@@ -133,7 +133,12 @@ def small_configs() -> list[Config]:
         Config(
             "silu_and_mul", activation._silu_and_mul_kernel,
             {"gate_up_ptr": "*{dtype}", "out_ptr": "*{dtype}", "gate_up_stride": "i32", "inter": "i32"},
-            {"BLOCK": 2048},
+            {"INTERLEAVED": False, "BLOCK": 2048},
+        ),
+        Config(
+            "silu_and_mul-interleaved", activation._silu_and_mul_kernel,
+            {"gate_up_ptr": "*{dtype}", "out_ptr": "*{dtype}", "gate_up_stride": "i32", "inter": "i32"},
+            {"INTERLEAVED": True, "BLOCK": 2048},
         ),
         Config(
             "rope_and_store", rope._rope_and_store_kernel, rope_types | {"num_kv_heads": "i32"},

@@ -1,0 +1,81 @@
+"""Keeps the padded decode steps by size and kind, captured as CUDA graphs when first needed or when there is time."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .batch import SlotState
+from .cuda_graphs import GraphCapture
+from .decode_step import DecodeBuffers, DecodeOutputs, DecodeStep, Draw, StepKind, padded_sizes
+from .layers.attention import LayerCache
+from .models.decoder import Decoder
+
+
+class DecodeGraphs:
+    """Called by the runner's one thread, `step_for` and `prepare_next` on the lane's stream or thread."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        caches: Sequence[LayerCache],
+        state: SlotState,
+        *,
+        max_num_seqs: int,
+        block_size: int,
+        decodes_as_prefills: bool,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._state = state
+        self._block_size = block_size
+        self._decodes_as_prefills = decodes_as_prefills
+        self._device = device
+        self._sizes = padded_sizes(max_num_seqs)
+        self._buffers: dict[int, DecodeBuffers] = {}
+        self._steps: dict[tuple[int, StepKind], Callable[[], DecodeOutputs]] = {}
+        self._capture = GraphCapture() if device.type == "cuda" else None
+        # The largest first: the smaller ones then fit into the pool's memory as it is.
+        kinds = [StepKind(draw) for draw in (Draw.GREEDY, Draw.PLAIN, Draw.FILTERED)]
+        self._to_prepare = itertools.product(kinds, reversed(self._sizes))
+
+    def buffers_for(self, num_rows: int) -> DecodeBuffers:
+        """Those of the smallest size that holds so many rows."""
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        if size not in self._buffers:
+            no_slot = self._state.last_token_ids.shape[0] - 1
+            self._buffers[size] = DecodeBuffers(size, no_slot=no_slot, device=self._device)
+        return self._buffers[size]
+
+    def step_for(self, buffers: DecodeBuffers, kind: StepKind) -> Callable[[], DecodeOutputs]:
+        """What runs the step that `buffers` hold. Captures it at its first use, without touching any sequence."""
+        key = buffers.num_rows, kind
+        if key not in self._steps:
+            step = DecodeStep(
+                kind,
+                buffers,
+                model=self._model,
+                caches=self._caches,
+                state=self._state,
+                block_size=self._block_size,
+                decodes_as_prefills=self._decodes_as_prefills,
+            )
+            self._steps[key] = step.run if self._capture is None else self._captured(self._capture, step, buffers)
+        return self._steps[key]
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture one graph that is not there yet. False when all common ones are."""
+        for kind, size in self._to_prepare:
+            if (size, kind) not in self._steps:
+                self.step_for(self.buffers_for(size), kind)
+                return True
+        return False
+
+    def _captured(self, capture: GraphCapture, step: DecodeStep, buffers: DecodeBuffers) -> Callable[[], DecodeOutputs]:
+        buffers.clear()
+        return capture.capture(step.run).replay
