@@ -30,11 +30,27 @@ Plot = Annotated[
 
 
 @bench_app.command("kernels")
-def kernels_command(json: Json = None) -> None:
-    """Time each kernel beside its floor and a library. Needs a CUDA GPU."""
+def kernels_command(
+    sections: Annotated[
+        str | None, typer.Option(help="Of elementwise, linear, decode, prefill, sampling; default: all.")
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(help="Instead, find configurations of linear, attention_decode, attention_prefill."),
+    ] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Where --tune enters what it found.")] = None,
+    json: Json = None,
+) -> None:
+    """Time each kernel beside its floor and a library, or tune kernels. Needs a CUDA GPU."""
     from manta.bench import kernels
+    from manta.engine.errors import ConfigError
 
-    kernels.run(json)
+    if (tune is None) != (write is None):
+        raise ConfigError("--tune and --write belong together: what to tune and the file for it", field="tune")
+    if tune is not None and write is not None:
+        kernels.tune(_names(tune), write)
+    else:
+        kernels.run(json, sections=_names(sections) if sections is not None else None)
 
 
 @bench_app.command("engine")
@@ -219,6 +235,10 @@ def _engine_config(model: str, overrides: list[str] | None) -> EngineConfig:
 
     config = load_config(model, parse_overrides(overrides or []))
     return locate_model(config, Settings.from_environment().models_dir).engine
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _numbers(option: str, text: str | None, kind: Callable[[str], T]) -> list[T] | None:
