@@ -133,7 +133,7 @@ def _simulated(config: EngineConfig, shape: ModelShape) -> _Device:
     name = "h200" if step_s is not None else config.device.partition(":")[2] or "h200"
     hardware = hardware_named(name)
     dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
-    model = StepTimeModel(shape, hardware, dtype=dtype)
+    model = StepTimeModel.known(shape, hardware, dtype=dtype)
     weight_bytes = shape.num_parameters * BYTES_PER_ELEMENT[dtype]
     block_size = config.cache.block_size or 64
     block_bytes = model.kv_bytes_per_token * block_size
