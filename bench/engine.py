@@ -31,7 +31,7 @@ from .drive import (
     prepare,
     start,
 )
-from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve
+from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve, sayer
 from .stats import median, summarize
 from .workloads import Item, from_lengths, mix_lengths, shared_prefix, uniform
 from .yardsticks import (
@@ -117,7 +117,7 @@ def run(
         raise ConfigError(f"unknown workload {', '.join(unknown)!r}; known: {known}", field="workloads")
     if plot_path is not None:
         check_plot()
-    say = _sayer(console)
+    say = sayer(console)
     ready, details = {}, {}
     if STARTUP in workloads:
         ready, details = startup.measure(config, repeats=repeats or Sizes.repeats, say=say)
@@ -160,10 +160,6 @@ def _yardsticks(config: EngineConfig, core: EngineCore, sizes: Sizes) -> Yardsti
         device=device_name(core.info.device),
         are_usual_sizes=fixed(sizes) == fixed(Sizes()),
     )
-
-
-def _sayer(console: Console | None) -> Callable[[str], None]:
-    return lambda text: None if console is None else console.print(text, highlight=False)
 
 
 def _sizes(

@@ -14,7 +14,7 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -145,6 +145,11 @@ def describe(found: Mapping[str, Any]) -> str:
     hardware = found.get("gpu") or f"{found['num_cpus']} x {found['cpu']}"
     versions = ", ".join(f"{name} {found[name]}" for name in ("python", *PACKAGES) if found.get(name))
     return f"{hardware}; {versions}\ncommit {found['commit']}; {found['command']}"
+
+
+def sayer(console: Console | None) -> Callable[[str], None]:
+    """Prints a line of progress, where there is somebody to read it."""
+    return lambda text: None if console is None else console.print(text, highlight=False)
 
 
 def figures_table(title: str, figures: Mapping[str, float]) -> Table:

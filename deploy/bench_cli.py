@@ -68,7 +68,7 @@ def engine_command(
     plot: Plot = None,
 ) -> None:
     """Measure an engine in this process: decode, prefill and mixed workloads."""
-    config = _engine_config(model, overrides)
+    config = engine_config(model, overrides)
 
     from manta.bench import engine
 
@@ -98,7 +98,7 @@ def trace_command(
     json: Json = None,
 ) -> None:
     """Show which kernels a step consists of and where the GPU waits. Needs a CUDA GPU."""
-    config = _engine_config(model, overrides)
+    config = engine_config(model, overrides)
 
     from manta.bench import trace
 
@@ -179,7 +179,7 @@ def reference_command(
     json: Json = None,
 ) -> None:
     """Compare the engine with transformers' generate in this process: decode, prefill, concurrency."""
-    config = _engine_config(model, overrides)
+    config = engine_config(model, overrides)
 
     from manta.bench import reference
 
@@ -194,7 +194,7 @@ def overhead_command(
     json: Json = None,
 ) -> None:
     """What serving adds to a simulated engine: time to first token, lag and CPU per token, beside a bare server."""
-    config = _engine_config(model, None)
+    config = engine_config(model, None)
 
     from manta.bench import overhead
 
@@ -219,7 +219,7 @@ def perplexity_command(
     json: Json = None,
 ) -> None:
     """Perplexity of a text."""
-    config = _engine_config(model, overrides)
+    config = engine_config(model, overrides)
 
     from manta.bench import perplexity
 
@@ -228,7 +228,8 @@ def perplexity_command(
     )
 
 
-def _engine_config(model: str, overrides: list[str] | None) -> EngineConfig:
+def engine_config(model: str, overrides: list[str] | None) -> EngineConfig:
+    """The engine of what the user named, its model's files found."""
     from .checks import locate_model
     from .config import load_config, parse_overrides
     from .settings import Settings

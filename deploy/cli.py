@@ -6,6 +6,7 @@ Nothing heavy is imported before a command runs, so that `manta --help` answers 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -132,6 +133,30 @@ def status_command(url: Url = None, api_key: ApiKey = None) -> int:
     for name in client.models():
         print(f"  model {name}")
     return 0 if code == 200 else FAILURE
+
+
+@app.command("profile")
+def profile_command(
+    model: Annotated[
+        str, typer.Option("--model", help="Known name, folder, Hugging Face id, GGUF or YAML file.")
+    ] = "smollm2-135m",
+    overrides: Overrides = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Default: $MANTA_HOME/profiles/<gpu>/<model>.json.")
+    ] = None,
+) -> None:
+    """Measure step times of a model on this GPU and keep them for the step-time model."""
+    from .bench_cli import engine_config
+    from .settings import Settings
+
+    config = engine_config(model, overrides)
+
+    from rich.console import Console
+
+    from manta.bench import step_times
+
+    folder = Settings.from_environment().profiles_dir
+    step_times.run(config, folder=folder, path=json, console=Console(soft_wrap=True))
 
 
 @app.command("fetch")

@@ -2,7 +2,7 @@
 
 Variables of Manta:
 
-- `MANTA_HOME`: folder for models and logs; default `~/.cache/manta`.
+- `MANTA_HOME`: folder for models, logs and profiles; default `~/.cache/manta`.
 - `MANTA_API_KEY`: the key that `manta serve` asks for and that `manta chat` and `manta status` send.
 - `MANTA_URL`: the server that `manta chat` and `manta status` talk to; default `http://127.0.0.1:8000`.
 """
@@ -34,6 +34,11 @@ class Settings:
     @property
     def logs_dir(self) -> Path:
         return self.home / "logs"
+
+    @property
+    def profiles_dir(self) -> Path:
+        """Step-time profiles that were recorded here."""
+        return self.home / "profiles"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:

@@ -48,9 +48,6 @@ class StepProfile(msgspec.Struct, kw_only=True, frozen=True):
     def fits(self, shape: ModelShape, *, dtype: str, gpu: str) -> bool:
         return (self.gpu, self.model, self.dtype) == (gpu, model_sizes(shape), dtype)
 
-    def to_json(self) -> bytes:
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
 
 def model_sizes(shape: ModelShape) -> dict[str, int]:
     """The sizes that a step's time depends on."""

@@ -126,7 +126,7 @@ def test_a_surface_of_one_point_follows_the_model_alone():
 
 def test_profiles_are_found_by_gpu_model_and_dtype(tmp_path: Path, profile: StepProfile):
     (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "llama.json").write_bytes(profile.to_json())
+    (tmp_path / "h200" / "llama.json").write_bytes(msgspec.json.encode(profile))
     assert read_profile(tmp_path / "h200" / "llama.json") == profile
     folders = [tmp_path / "missing", tmp_path]
     assert find_profile(LLAMA_8B, dtype="bfloat16", gpu="h200", folders=folders) == profile
