@@ -1,14 +1,13 @@
 """The edge's end of the channel: one DEALER on an asyncio loop. Knows no choice of replica and no HTTP.
 
-A frame is handed to all its streams in one go, without a task a token. A client that lost its engine stays lost: make a
-new one. All methods belong to the loop's thread.
+A frame is handed to all its streams in one go, without a task a token: what a stream does with a delta runs inside the
+frame's callback. A client that lost its engine stays lost: make a new one. All methods belong to the loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -27,7 +26,8 @@ HANG_S = 10.0
 CPU_HANG_S = 60.0
 """The same on a CPU, where one step may take many seconds."""
 
-Item = RequestDelta | Refusal | ChannelLost
+Take = Callable[[RequestDelta], bool]
+"""Is given each delta of one request, in order; False when no more is wanted. What it raises ends the stream."""
 
 _ENDS = {
     zmq.EVENT_DISCONNECTED: "the engine's process ended or froze",
@@ -39,28 +39,42 @@ _ENDS = {
 
 
 class ReplyStream:
-    """What an engine says about one request, in order."""
+    """What an engine says about one request. Deltas go to `take` as they come; `wait` tells how it ended."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_end", "_take", "is_engine_done")
 
-    def __init__(self) -> None:
-        self._items: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._end: asyncio.Future[Refusal | Exception | None] = asyncio.get_running_loop().create_future()
+        self.is_engine_done = False
+        """Whether the engine holds nothing of the request any more."""
 
-    async def next(self) -> RequestDelta | Refusal:
-        """The next delta or the refusal. Raises ChannelLost when no more can come."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._items.popleft()
-        if isinstance(item, ChannelLost):
-            raise item
-        return item
+    async def wait(self) -> Refusal | None:
+        """Until the last delta was taken or no more is wanted (None), or the engine refused.
 
-    def put(self, item: Item) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        Raises ChannelLost when no more can come, and what `take` raised.
+        """
+        end = await self._end
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def put(self, delta: RequestDelta) -> None:
+        if self._end.done():  # what the engine computed before it heard that no more is wanted
+            return
+        self.is_engine_done = delta.finish_reason is not None
+        try:
+            is_wanted = self._take(delta)
+        except Exception as error:  # belongs to the task that waits, not to the frame and its other streams
+            self._end.set_result(error)
+            return
+        if self.is_engine_done or not is_wanted:
+            self._end.set_result(None)
+
+    def end(self, how: Refusal | ChannelLost) -> None:
+        self.is_engine_done = True
+        if not self._end.done():
+            self._end.set_result(how)
 
 
 class ChannelClient:
@@ -72,13 +86,13 @@ class ChannelClient:
         *,
         edge_id: str,
         keys: KeyPair,
-        watches_ends: bool = False,
+        is_watcher: bool = False,
         version: int = PROTOCOL_VERSION,
         hang_s: float | None = None,
         on_frame: Callable[[Frame], None] = lambda frame: None,
     ) -> None:
         """`keys` are the cluster's client keys. `hang_s`: age of the last frame that means a hang (by device)."""
-        self._hello = Hello(edge_id=edge_id, version=version, watches_ends=watches_ends)
+        self._hello = Hello(edge_id=edge_id, version=version, is_watcher=is_watcher)
         self._hang_s = hang_s
         self._on_frame = on_frame
         self._streams: dict[str, ReplyStream] = {}
@@ -139,18 +153,19 @@ class ChannelClient:
         """Until the engine is lost or this client is closed."""
         await asyncio.shield(self._ended)
 
-    def submit(self, request: EngineRequest) -> ReplyStream:
-        """Send a request. Its stream must be given back by `finish`."""
-        stream = self._streams[request.request_id] = ReplyStream()
+    def submit(self, request: EngineRequest, take: Take) -> ReplyStream:
+        """Send a request. Its stream must be given back by `finish`, after which nothing is taken any more."""
+        stream = self._streams[request.request_id] = ReplyStream(take)
         if self.lost is not None:
-            stream.put(self.lost)
+            stream.end(self.lost)
         else:
             self._send(Submit(request=request))
         return stream
 
-    def finish(self, request_id: str, *, cancel: bool) -> None:
-        """Forget a request's stream; with `cancel` the engine forgets the request too."""
-        if self._streams.pop(request_id, None) is not None and cancel and self.lost is None:
+    def finish(self, request_id: str) -> None:
+        """Forget a request's stream; what the engine still does for it is cancelled."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None and not stream.is_engine_done and self.lost is None:
             self._send(Cancel(request_id=request_id))
 
     def drain(self) -> None:
@@ -203,12 +218,13 @@ class ChannelClient:
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
         streams = self._streams
+        # Refusals first: a request with several sequences shows nothing when one of them is refused at the start.
+        for refusal in frame.refusals:
+            if (stream := streams.get(refusal.request_id)) is not None:
+                stream.end(refusal)
         for delta in frame.deltas:
             if (stream := streams.get(delta.request_id)) is not None:
                 stream.put(delta)
-        for refusal in frame.refusals:
-            if (stream := streams.get(refusal.request_id)) is not None:
-                stream.put(refusal)
         self._on_frame(frame)
 
     def _read_monitor(self) -> None:
@@ -242,6 +258,6 @@ class ChannelClient:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         for stream in self._streams.values():
-            stream.put(self.lost)
+            stream.end(self.lost)
         if not self._ended.done():
             self._ended.set_result(None)

@@ -42,18 +42,19 @@ class _Edge:
 
     identity: bytes
     edge_id: str
-    watches_ends: bool
+    is_watcher: bool
     sent_at_s: float
     num_frames: int = 0
     stalled_since_s: float | None = None
     request_ids: set[str] = field(default_factory=set)
     deltas: list[RequestDelta] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
+    busy_edges: set[str] = field(default_factory=set)
+    """For a watcher: edges that had a request since its last frame. No news by themselves: heartbeats carry them."""
 
     @property
     def has_news(self) -> bool:
-        return bool(self.deltas or self.refusals or self.ended)
+        return bool(self.deltas or self.refusals)
 
 
 class ChannelServer:
@@ -177,6 +178,9 @@ class ChannelServer:
                 return None
             self._owner[request_id] = edge
             edge.request_ids.add(request_id)
+            for other in self._edges.values():
+                if other.is_watcher:
+                    other.busy_edges.add(edge.edge_id)
         elif isinstance(message, Cancel):
             if self._owner.get(message.request_id) is not edge:
                 return None
@@ -194,7 +198,7 @@ class ChannelServer:
             return
         answer = Welcome(replica_id=self._replica_id, info=self._info, snapshot=self._snapshot)
         if self._send(identity, answer) is None:
-            self._edges[identity] = _Edge(identity, hello.edge_id, hello.watches_ends, time.monotonic())
+            self._edges[identity] = _Edge(identity, hello.edge_id, hello.is_watcher, time.monotonic())
 
     def _send_frame(self, edge: _Edge, cache_events: CacheEvents | None, now_s: float) -> None:
         frame = Frame(
@@ -204,14 +208,16 @@ class ChannelServer:
             snapshot=self._snapshot,
             cache_events=cache_events,
             draining=self._is_draining,
-            ended=edge.ended,
+            busy_edges=list(edge.busy_edges),
         )
         problem = self._send(edge.identity, frame)
         if problem is None:
             edge.num_frames += 1
             edge.sent_at_s = now_s
             edge.stalled_since_s = None
-            edge.deltas, edge.refusals, edge.ended = [], [], []
+            edge.deltas, edge.refusals = [], []
+            if edge.is_watcher:
+                edge.busy_edges = {other.edge_id for other in self._edges.values() if other.request_ids}
         elif problem != zmq.EAGAIN:
             self._drop(edge, "is gone")
         elif edge.stalled_since_s is None:
@@ -236,9 +242,6 @@ class ChannelServer:
 
     def _end(self, request_id: str) -> None:
         self._owner.pop(request_id).request_ids.discard(request_id)
-        for edge in self._edges.values():
-            if edge.watches_ends:
-                edge.ended.append(request_id)
 
     def _seconds_to_heartbeat(self) -> float:
         if not self._edges:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from .edge.app import create_app
 from .edge.client import EdgeContext
 from .edge.membership import MEMBERSHIP, ServeDirectory
 from .edge.router import ChannelRouter, RouterLimits
+from .held_calls import HeldCalls
 from .metrics import EdgeMetrics
 from .protocol import Frame
 from .shard_group import ShardGroup
@@ -32,51 +32,18 @@ from .shard_group import ShardGroup
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_REMEMBERED_ENDS = 65536
 INFO_WAIT_S = 5.0
 
 
-class EndedRequests:
-    """Which requests have ended, told by the engine's process; lets others wait for one."""
-
-    def __init__(self) -> None:
-        self._ended: OrderedDict[str, None] = OrderedDict()
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-
-    def add(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            waiter = self._waiting.pop(request_id, None)
-            if waiter is None:  # its call may still be on the way
-                self._ended[request_id] = None
-            elif not waiter.done():
-                waiter.set_result(None)
-        while len(self._ended) > MAX_REMEMBERED_ENDS:
-            self._ended.popitem(last=False)
-
-    async def wait(self, request_id: str) -> None:
-        """Until the request has ended; at once if it has already."""
-        if request_id in self._ended:
-            del self._ended[request_id]
-            return
-        waiter = self._waiting[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            await waiter
-        finally:
-            self._waiting.pop(request_id, None)
-
-    def end_all(self) -> None:
-        """The engine is gone and everything with it."""
-        self.add(list(self._waiting))
-
-
 class EngineReplica:
-    """One engine: owns its shard group. Serve sees one `hold` call a request; tokens travel over the channel."""
+    """One engine: owns its shard group. Serve sees one `hold` call an edge that has streams here; requests and tokens
+    travel over the channel."""
 
     async def __init__(  # type: ignore[misc]
         self, config: EngineConfig, keys: KeyPair, shard_resources: Mapping[str, float]
     ) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._ended = EndedRequests()
+        self._held = HeldCalls()
         self._group = ShardGroup(
             replica_id,
             config,
@@ -90,8 +57,8 @@ class EngineReplica:
                 self._address,
                 edge_id=f"replica {replica_id}",
                 keys=keys,
-                watches_ends=True,
-                on_frame=self._learn_ends,
+                is_watcher=True,
+                on_frame=self._learn_busy_edges,
             )
             await self._watch.connect(CONNECT_TIMEOUT_S)
         except BaseException:
@@ -103,11 +70,12 @@ class EngineReplica:
         """Where the engine listens. `replica_id` is for Serve's router."""
         return self._address
 
-    async def hold(self, request_id: str, *, replica_id: str) -> None:
-        """Open until the request has ended. Raises ChannelLost when the engine is gone."""
+    async def hold(self, edge_id: str, *, replica_id: str) -> None:
+        """Open while the edge has streams here. Serve lets it end before it stops this replica, and counts it as one
+        ongoing request, however many streams there are. Raises ChannelLost when the engine is gone."""
         if self._watch.lost is not None:
             raise self._watch.lost
-        await self._ended.wait(request_id)
+        await self._held.wait(edge_id)
 
     async def check_health(self) -> None:
         """Raises when a shard is dead or hangs. ActorDiedError has this replica replaced at the first failure."""
@@ -117,14 +85,13 @@ class EngineReplica:
         if hasattr(self, "_group"):
             self._group.kill()
 
-    def _learn_ends(self, frame: Frame) -> None:
-        if frame.ended:
-            self._ended.add(frame.ended)
+    def _learn_busy_edges(self, frame: Frame) -> None:
+        self._held.learn(frame.busy_edges)
 
     async def _end_all_when_lost(self) -> None:
         await self._watch.wait_lost()
         logger.warning("the engine is lost: %s", self._watch.lost)
-        self._ended.end_all()
+        self._held.end_all()
 
 
 @dataclass(frozen=True)
@@ -147,7 +114,11 @@ class Edge:
         edge_id = serve.get_replica_context().replica_id.unique_id
         metrics = EdgeMetrics(edge_id)
         self._router = ChannelRouter(
-            ServeDirectory(engines), edge_id=edge_id, keys=keys, limits=settings.limits, metrics=metrics
+            ServeDirectory(engines, edge_id=edge_id),
+            edge_id=edge_id,
+            keys=keys,
+            limits=settings.limits,
+            metrics=metrics,
         )
         MEMBERSHIP.listen(self._router.set_members)
         self._context = EdgeContext(

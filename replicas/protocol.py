@@ -11,7 +11,7 @@ from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import EngineRequest, Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
@@ -19,8 +19,8 @@ class Hello(msgspec.Struct, tag=True, kw_only=True):
 
     edge_id: str
     version: int = PROTOCOL_VERSION
-    watches_ends: bool = False
-    """A watcher submits nothing; its frames name every request that ended."""
+    is_watcher: bool = False
+    """A watcher submits nothing; its frames name the edges that have work here."""
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
@@ -62,8 +62,8 @@ class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     snapshot: Snapshot | None = None
     cache_events: CacheEvents | None = None
     draining: bool = False
-    ended: list[str] = []
-    """For watchers: ids of requests that finished, were cancelled or were refused."""
+    busy_edges: list[str] = []
+    """For watchers: ids of the edges that had a request here at any time since the watcher's last frame."""
 
 
 Down = Welcome | Rejected | Frame

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +31,10 @@ class ReplicaStatus:
     """Seconds since it was last heard of; None before the first frame."""
 
 
+Take = Callable[[RequestDelta], bool]
+"""Is given a delta; whether more is wanted."""
+
+
 class EngineClient(Protocol):
     """All engine replicas of one model."""
 
@@ -39,12 +43,14 @@ class EngineClient(Protocol):
         """Of a ready replica; None while all are loading. It stays known once it was."""
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
-        """Run one sequence. The last delta has a finish reason; nothing is repeated or lost when a replica dies.
+    async def run(self, request: EngineRequest, take: Take) -> None:
+        """Run one sequence to its end. Nothing is repeated or lost when a replica dies.
 
+        `take` is given each delta in order as it arrives, in the event loop but in no task: it must not block. The
+        last delta has a finish reason; when `take` returns False before, the work is cancelled and this returns.
         Before the first delta it raises Overloaded, Unavailable, InvalidRequest or ContextLengthExceeded when the
-        request is not taken; EngineFailed at any time. The queue of requests that wait for a replica is bounded here.
-        Closing the generator, or cancelling the task that waits on it, cancels the work at once.
+        request is not taken; EngineFailed and what `take` raises at any time. The queue of requests that wait for a
+        replica is bounded here. Cancelling the task cancels the work at once; `take` is not called any more then.
         """
         ...
 

@@ -59,6 +59,7 @@ class GenerationEndpoint:
             except asyncio.CancelledError:
                 if request.reason is None:  # not ours: the server itself ends this task
                     self._observe(job, ClientGone(), None)
+                    stream.close()
                     raise
                 task = asyncio.current_task()
                 assert task is not None
@@ -66,7 +67,10 @@ class GenerationEndpoint:
                 error = request.reason
             except Exception as raised:
                 error = raised
-        await self._conclude(job, error, stream, send)
+        try:
+            await self._conclude(job, error, stream, send)
+        finally:
+            stream.close()
 
     async def _read(self, body: bytes, arrival_s: float) -> Job:
         if len(body) > THREAD_BODY_BYTES:
@@ -88,16 +92,12 @@ class GenerationEndpoint:
     async def _run(self, job: Job, stream: EventStream, send: Send) -> None:
         client, form = self._context.client, job.form
         if job.stream:
-
-            async def write(pieces: Sequence[Piece]) -> None:
-                await stream.write(form.events(pieces))
-
-            await run_choices(client, job.choices, write)
+            await run_choices(client, job.choices, lambda pieces: stream.write(form.events(pieces)))
             await stream.end(form.usage_event(job.usage()) + DONE if job.include_usage else DONE)
             return
         collected: list[list[Piece]] = [[] for _ in job.choices]
 
-        async def collect(pieces: Sequence[Piece]) -> None:
+        def collect(pieces: Sequence[Piece]) -> None:
             for piece in pieces:
                 collected[piece.choice.index].append(piece)
 

@@ -34,6 +34,10 @@ class ClientGone(Exception):
     """The client closed the connection: nobody is left to answer."""
 
 
+class SlowReader(ClientGone):
+    """The client keeps its connection but does not read: its stream is given up."""
+
+
 @dataclass(frozen=True)
 class ErrorReply:
     """What a client gets to see of an error."""

@@ -1,27 +1,28 @@
 """Runs the choices of one request on the engines and hands on their pieces. Knows no HTTP and no JSON.
 
 When `deliver` is first called every choice has been taken by an engine or waits for one; a refusal before that ends
-the whole request.
+the whole request. A single choice delivers as its tokens arrive, in no task; several share one delivery a step.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
 from manta.engine.errors import EngineFailed, Overloaded
+from manta.engine.request import RequestDelta
 
 from .client import EngineClient
 from .stream import Choice, Piece
 
-Deliver = Callable[[Sequence[Piece]], Awaitable[None]]
+Deliver = Callable[[Sequence[Piece]], None]
+"""Shows pieces to the client. Must not block."""
 
 
 async def run_choices(client: EngineClient, choices: Sequence[Choice], deliver: Deliver) -> None:
     """Run all choices to their end. Cancelling this task, or an error, cancels all their work.
 
-    Raises what EngineClient.generate raises, and EngineFailed when a sequence breaks off.
+    Raises what EngineClient.run and `deliver` raise, and EngineFailed when a sequence breaks off.
     """
     if len(choices) == 1:
         await _run_one(client, choices[0], deliver)
@@ -30,21 +31,22 @@ async def run_choices(client: EngineClient, choices: Sequence[Choice], deliver: 
 
 
 async def _run_one(client: EngineClient, choice: Choice, deliver: Deliver) -> None:
-    async with aclosing(client.generate(choice.request)) as deltas:
-        async for delta in deltas:
-            piece = choice.add(delta)
-            if piece is not None:
-                await deliver((piece,))
-            if choice.is_finished:
-                return
-    raise EngineFailed("The engine ended the request before it was complete.")
+    def take(delta: RequestDelta) -> bool:
+        piece = choice.add(delta)
+        if piece is not None:
+            deliver((piece,))
+        return choice.finish_reason is None
+
+    await client.run(choice.request, take)
+    if not choice.is_finished:
+        raise EngineFailed("The engine ended the request before it was complete.")
 
 
 async def _run_many(client: EngineClient, choices: Sequence[Choice], deliver: Deliver) -> None:
     ready: asyncio.Queue[Piece | Exception] = asyncio.Queue()
     has_begun = False
 
-    async def put(pieces: Sequence[Piece]) -> None:
+    def put(pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             ready.put_nowait(piece)
 
@@ -73,7 +75,7 @@ async def _run_many(client: EngineClient, choices: Sequence[Choice], deliver: De
             has_begun = True
             pieces = [item for item in batch if isinstance(item, Piece)]
             num_open -= sum(piece.finish_reason is not None for piece in pieces)
-            await deliver(pieces)
+            deliver(pieces)
     finally:
         for task in tasks:
             task.cancel()

@@ -7,7 +7,6 @@ leaves. The router only enacts choices made before: a call goes to the replica t
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from manta.replicas.channel import Address, ChannelLost
+from manta.replicas.held_calls import Holds
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,10 @@ class Membership:
         """Call `listener` in the running loop, now and at each change."""
         self._loop, self._listener = asyncio.get_running_loop(), listener
         listener(self._ids)
+
+    @property
+    def ids(self) -> frozenset[str]:
+        return self._ids
 
     def publish(self, ids: frozenset[str]) -> None:
         """From any thread."""
@@ -72,10 +76,11 @@ class PinnedRouter(RequestRouter):
 class ServeDirectory:
     """Implements the router's Directory with pinned calls. No call is made to a replica that is not a member."""
 
-    def __init__(self, engines: DeploymentHandle[Any]) -> None:
+    def __init__(self, engines: DeploymentHandle[Any], *, edge_id: str) -> None:
+        self._edge_id = edge_id
         self._locate = engines.options(method_name="get_address")
         self._hold = engines.options(method_name="hold")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._holds = Holds(self._call_hold, is_member=lambda replica_id: replica_id in MEMBERSHIP.ids)
 
     async def locate(self, replica_id: str) -> Address:
         try:
@@ -83,30 +88,15 @@ class ServeDirectory:
         except (RayError, RayServeException) as error:
             raise ChannelLost(f"the replica cannot be asked ({type(error).__name__})") from error
 
-    def hold(self, replica_id: str, request_id: str) -> Callable[[], None]:
-        """One Serve call, open until the request ended: Serve counts it, and lets it end before a replica stops."""
-        # In a context of its own: calls made inside one HTTP request share Serve's internal request id, and its router
-        # spins, blocking the event loop, while two calls with the same id are pending.
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._held(replica_id, request_id), context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def hold(self, replica_id: str) -> Callable[[], None]:
+        return self._holds.hold(replica_id)
 
-        def release() -> None:
-            """The engine's process ends the call when the request ends; this is for one that never gets there."""
-            asyncio.get_running_loop().call_later(HOLD_GRACE_S, task.cancel)
-
-        return release
-
-    async def _held(self, replica_id: str, request_id: str) -> None:
-        response = self._hold.remote(request_id, replica_id=replica_id)
+    async def _call_hold(self, replica_id: str) -> None:
+        response = self._hold.remote(self._edge_id, replica_id=replica_id)
         try:
             await response
         except (RayError, RayServeException) as error:  # never the trigger: the channel says what happened
-            logger.debug("the call that holds request %s ended: %s", request_id, type(error).__name__)
+            logger.debug("the call that holds replica %s ended: %s", replica_id, type(error).__name__)
         except asyncio.CancelledError:
             response.cancel()
             raise
-
-
-HOLD_GRACE_S = 2.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,10 +21,10 @@ from manta.engine.llm import refusal_error
 from manta.engine.request import EngineRequest, Refusal, RefusalReason, RequestDelta, ResumeState
 from manta.engine.stats import EngineInfo
 from manta.replicas.channel import Address, ChannelLost, KeyPair
-from manta.replicas.channel_client import ChannelClient, ReplyStream
+from manta.replicas.channel_client import ChannelClient
 from manta.replicas.metrics import EdgeMetrics
 
-from .client import ReplicaStatus
+from .client import ReplicaStatus, Take
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Directory(Protocol):
         """Where the replica's engine listens. Raises ChannelLost when it cannot be asked."""
         ...
 
-    def hold(self, replica_id: str, request_id: str) -> Callable[[], None]:
+    def hold(self, replica_id: str) -> Callable[[], None]:
         """Account for a request that runs on the replica; the result ends that. Must not raise."""
         ...
 
@@ -143,46 +143,43 @@ class ChannelRouter:
                 link.task.cancel()
         await asyncio.gather(*(link.task for link in links if link.task is not None), return_exceptions=True)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
+    async def run(self, request: EngineRequest, take: Take) -> None:
         state = ResumeState(request=msgspec.structs.replace(request, output_token_ids=list(request.output_token_ids)))
         num_attempts, num_refusals, has_delta = 0, 0, False
+
+        def relay(delta: RequestDelta) -> bool:
+            """Deltas of all attempts as those of one stream."""
+            nonlocal has_delta
+            state.add(delta)
+            delta.request_id = request.request_id
+            if has_delta:
+                delta.num_cached_tokens = delta.prompt_logprobs = None
+            has_delta = True
+            return take(delta)
+
         while True:
             link = await self._acquire(must_move=num_attempts > 0)
             submission = _attempt(state, num_attempts, has_delta=has_delta)
             num_attempts += 1
-            stream, release = self._submit(link, submission)
             channel = link.channel
             assert channel is not None
-            is_over = False
+            stream = channel.submit(submission, relay)
+            link.num_since_frame += 1
+            release = self._directory.hold(link.replica_id)
             try:
-                while not is_over:
-                    item = await stream.next()
-                    if isinstance(item, Refusal):
-                        is_over = True
-                        num_refusals += 1
-                        self._refused(link, item, has_delta=has_delta, num_refusals=num_refusals)
-                        break
-                    state.add(item)
-                    is_over = item.finish_reason is not None
-                    yield _as_of_one_stream(item, request.request_id, is_first=not has_delta)
-                    has_delta = True
-                else:
+                refusal = await stream.wait()
+                if refusal is None:
                     return
+                num_refusals += 1
+                self._refused(link, refusal, has_delta=has_delta, num_refusals=num_refusals)
             except ChannelLost as lost:
-                is_over = True
                 self._count_failure(state, request.request_id, link, lost)
             finally:
-                channel.finish(submission.request_id, cancel=not is_over)
+                channel.finish(submission.request_id)
                 release()
                 self._forget_if_idle(link)
             if num_refusals and has_delta:
                 await asyncio.sleep(FULL_POLL_S)
-
-    def _submit(self, link: _Link, submission: EngineRequest) -> tuple[ReplyStream, Callable[[], None]]:
-        assert link.channel is not None
-        stream = link.channel.submit(submission)
-        link.num_since_frame += 1
-        return stream, self._directory.hold(link.replica_id, submission.request_id)
 
     def _refused(self, link: _Link, refusal: Refusal, *, has_delta: bool, num_refusals: int) -> None:
         """Returns when the request should try again, elsewhere or later: a stream that has begun waits for room."""
@@ -308,10 +305,3 @@ def _attempt(state: ResumeState, num_attempts: int, *, has_delta: bool) -> Engin
     if has_delta and request.params.prompt_logprobs is not None:  # those came with the first delta
         changes["params"] = msgspec.structs.replace(request.params, prompt_logprobs=None)
     return msgspec.structs.replace(request, **changes)
-
-
-def _as_of_one_stream(delta: RequestDelta, request_id: str, *, is_first: bool) -> RequestDelta:
-    delta.request_id = request_id
-    if not is_first:
-        delta.num_cached_tokens = delta.prompt_logprobs = None
-    return delta

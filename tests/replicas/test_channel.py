@@ -17,7 +17,7 @@ import zmq
 
 from manta.engine.request import EngineRequest, FinishReason, Refusal, RefusalReason, RequestDelta, SamplingParams
 from manta.replicas.channel import FRAME_INTERVAL_S, Address, ChannelLost, KeyPair, encode
-from manta.replicas.channel_client import ChannelClient, ReplyStream
+from manta.replicas.channel_client import ChannelClient
 from manta.replicas.protocol import Frame, Hello, Submit
 from tests.replicas.edge.local_server import write_byte_model
 from tests.replicas.engines import INFO, Engine, FakeCore, engine, token_at
@@ -41,15 +41,26 @@ async def edge(address: Address, edge_id: str = "edge", **options: Any) -> Async
         client.close()
 
 
-async def collect(stream: ReplyStream) -> list[int]:
-    tokens: list[int] = []
-    while True:
-        delta = await stream.next()
-        assert isinstance(delta, RequestDelta)
-        tokens += delta.token_ids
-        if delta.finish_reason is not None:
-            assert delta.finish_reason is FinishReason.LENGTH
-            return tokens
+class Reply:
+    """One submitted request; everything that its engine says about it, in order."""
+
+    def __init__(self, client: ChannelClient, one: EngineRequest) -> None:
+        self._deltas: asyncio.Queue[RequestDelta] = asyncio.Queue()
+        self._stream = client.submit(one, lambda delta: self._deltas.put_nowait(delta) is None)
+
+    async def next(self) -> RequestDelta:
+        return await asyncio.wait_for(self._deltas.get(), 5)
+
+    async def end(self) -> Refusal | None:
+        """Raises ChannelLost."""
+        return await self._stream.wait()
+
+    async def tokens(self) -> list[int]:
+        """Those that have not been looked at, up to the regular end."""
+        assert await self.end() is None
+        deltas = [self._deltas.get_nowait() for _ in range(self._deltas.qsize())]
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.LENGTH]
+        return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 async def become_true(condition: Callable[[], bool], *, within_s: float) -> float:
@@ -72,10 +83,10 @@ async def test_every_token_arrives_once_and_in_order_at_the_edge_that_asked(runn
         assert first.info == INFO
         prompts = {f"{name}{i}": [ord(name), i + 1] for name in "ab" for i in range(20)}
         streams = {
-            name: (first if name[0] == "a" else second).submit(request(name, prompt=prompt, max_tokens=40))
+            name: Reply(first if name[0] == "a" else second, request(name, prompt=prompt, max_tokens=40))
             for name, prompt in prompts.items()
         }
-        outputs = await asyncio.gather(*map(collect, streams.values()))
+        outputs = await asyncio.gather(*(stream.tokens() for stream in streams.values()))
         for prompt, tokens in zip(prompts.values(), outputs, strict=True):
             assert tokens == [token_at(prompt, i) for i in range(40)]
         await become_true(lambda: running.server.num_requests == 0, within_s=1)
@@ -84,8 +95,8 @@ async def test_every_token_arrives_once_and_in_order_at_the_edge_that_asked(runn
 async def test_one_frame_a_step_and_edge(running: Engine) -> None:
     frames: list[Frame] = []
     async with edge(running.server.address, on_frame=frames.append) as client:
-        streams = [client.submit(request(f"r{i}", max_tokens=30)) for i in range(8)]
-        await asyncio.gather(*map(collect, streams))
+        streams = [Reply(client, request(f"r{i}", max_tokens=30)) for i in range(8)]
+        await asyncio.gather(*(stream.tokens() for stream in streams))
         assert [frame.sequence for frame in frames] == list(range(len(frames)))
         with_tokens = [frame for frame in frames if frame.deltas]
         assert 30 <= len(with_tokens) <= 30 + 8  # the requests may have begun in different steps
@@ -119,7 +130,7 @@ async def test_a_client_without_a_key_gets_nothing(running: Engine) -> None:
 
 async def test_another_protocol_version_is_refused_by_name(running: Engine) -> None:
     client = ChannelClient(running.server.address, edge_id="old", keys=KEYS, version=999)
-    with pytest.raises(ChannelLost, match=r"replica r0 speaks protocol version 1, edge old speaks 999"):
+    with pytest.raises(ChannelLost, match=r"replica r0 speaks protocol version 2, edge old speaks 999"):
         await client.connect(5.0)
     assert running.server.num_edges == 0
 
@@ -138,12 +149,12 @@ async def test_cancelled_work_is_freed_and_the_load_is_told_at_once() -> None:
     core = FakeCore(step_s=0.01)
     with engine(core, KEYS.public) as one:
         async with edge(one.server.address) as client:
-            streams = [client.submit(request(f"r{i}", max_tokens=4000)) for i in range(8)]
+            streams = [Reply(client, request(f"r{i}", max_tokens=4000)) for i in range(8)]
             for stream in streams:
                 await stream.next()
             assert client.snapshot.num_running == 8
             for i in range(8):
-                client.finish(f"r{i}", cancel=True)
+                client.finish(f"r{i}")
             assert await become_true(lambda: client.snapshot.num_running == 0, within_s=1) < FRAME_INTERVAL_S
             assert sorted(core.cancelled) == sorted(f"r{i}" for i in range(8))
             assert client.num_streams == one.server.num_requests == 0
@@ -154,10 +165,10 @@ async def test_the_work_of_an_edge_that_leaves_is_cancelled() -> None:
     with engine(core, KEYS.public) as one:
         async with edge(one.server.address, "stays") as stays:
             async with edge(one.server.address, "leaves") as leaves:
-                stream, gone = stays.submit(request("s", max_tokens=50)), leaves.submit(request("l", max_tokens=4000))
+                stream, gone = Reply(stays, request("s", max_tokens=50)), Reply(leaves, request("l", max_tokens=4000))
                 await gone.next()
             await become_true(lambda: core.cancelled == ["l"], within_s=2)
-            assert len(await collect(stream)) == 50
+            assert len(await stream.tokens()) == 50
             assert one.server.num_edges == 1
 
 
@@ -183,8 +194,8 @@ async def test_an_edge_that_reads_nothing_hurts_nobody_else() -> None:
             await become_true(lambda: "slow" in core.added, within_s=2)
             while "slow" not in core.cancelled:
                 start_s = time.monotonic()
-                assert len(await collect(quick.submit(request("quick", max_tokens=1)))) == 1
-                quick.finish("quick", cancel=False)
+                assert len(await Reply(quick, request("quick", max_tokens=1)).tokens()) == 1
+                quick.finish("quick")
                 assert time.monotonic() - start_s < 1.0
             assert one.server.num_edges == 1
         slow.close(linger=0)
@@ -194,26 +205,26 @@ async def test_an_edge_that_reads_nothing_hurts_nobody_else() -> None:
 async def test_a_dead_engine_is_noticed_at_once() -> None:
     with engine(FakeCore(step_s=0.01), KEYS.public) as one:
         async with edge(one.server.address) as client:
-            stream = client.submit(request("r", max_tokens=4000))
+            stream = Reply(client, request("r", max_tokens=4000))
             await stream.next()
             one.close()
             start_s = time.monotonic()
             with pytest.raises(ChannelLost, match="ended"):
-                await collect(stream)
+                await stream.tokens()
             assert time.monotonic() - start_s < 0.5
             with pytest.raises(ChannelLost):
-                await client.submit(request("later")).next()
+                await Reply(client, request("later")).end()
 
 
 async def test_a_stuck_step_loop_is_noticed_by_the_age_of_its_last_frame() -> None:
     core = FakeCore()
     with engine(core, KEYS.public) as one:
         async with edge(one.server.address, hang_s=1.0) as client:
-            await collect(client.submit(request("first")))
+            await Reply(client, request("first")).tokens()
             core.may_step.clear()
             try:
                 with pytest.raises(ChannelLost, match="hangs: no frame for"):
-                    await client.submit(request("second")).next()
+                    await Reply(client, request("second")).end()
             finally:
                 core.may_step.set()
 
@@ -228,14 +239,14 @@ async def test_a_busy_edge_does_not_take_its_own_pause_for_a_hang(running: Engin
 async def test_a_draining_engine_refuses_new_work_and_finishes_what_it_has() -> None:
     with engine(FakeCore(step_s=0.01), KEYS.public) as one:
         async with edge(one.server.address, "a") as first, edge(one.server.address, "b") as second:
-            old = first.submit(request("old", max_tokens=30))
+            old = Reply(first, request("old", max_tokens=30))
             await old.next()
             first.drain()
             await become_true(lambda: second.is_draining, within_s=1)
-            refusal = await second.submit(request("new")).next()
+            refusal = await Reply(second, request("new")).end()
             assert isinstance(refusal, Refusal)
             assert refusal.reason is RefusalReason.DRAINING
-            assert len(await collect(old)) == 29
+            assert len(await old.tokens()) == 29
 
 
 async def test_a_refusal_reaches_its_sender() -> None:
@@ -243,32 +254,33 @@ async def test_a_refusal_reaches_its_sender() -> None:
     core.refuses = RefusalReason.TOO_LONG
     with engine(core, KEYS.public) as one:
         async with edge(one.server.address) as client:
-            refusal = await client.submit(request("r")).next()
+            refusal = await Reply(client, request("r")).end()
             assert isinstance(refusal, Refusal)
             assert refusal.reason is RefusalReason.TOO_LONG
         assert one.server.num_requests == 0
 
 
-async def test_a_watcher_learns_which_requests_ended() -> None:
-    ended: list[str] = []
+async def test_a_watcher_learns_which_edges_have_work() -> None:
+    frames: list[Frame] = []
     with engine(FakeCore(step_s=0.005), KEYS.public) as one:
-        async with (
-            edge(one.server.address, "watcher", watches_ends=True, on_frame=lambda frame: ended.extend(frame.ended)),
-            edge(one.server.address) as client,
-        ):
-            await collect(client.submit(request("done")))
-            await client.submit(request("cancelled", max_tokens=4000)).next()
-            client.finish("cancelled", cancel=True)
-            async with edge(one.server.address, "leaves") as leaves:
-                await leaves.submit(request("orphan", max_tokens=4000)).next()
-            await become_true(lambda: len(ended) == 3, within_s=3)
-            assert ended == ["done", "cancelled", "orphan"]
+        async with edge(one.server.address, "watcher", is_watcher=True, on_frame=frames.append):
+            async with edge(one.server.address, "quick") as quick, edge(one.server.address, "leaves") as leaves:
+                await Reply(quick, request("done")).tokens()
+                await Reply(leaves, request("orphan", max_tokens=4000)).next()
+                seen = len(frames)
+                await become_true(lambda: len(frames) >= seen + 3, within_s=5)
+                # A request that came and went between two frames is told once, one that runs again and again.
+                assert any("quick" in frame.busy_edges for frame in frames[: seen + 1])
+                assert all(frame.busy_edges == ["leaves"] for frame in frames[seen + 1 :])
+            seen = len(frames)
+            await become_true(lambda: len(frames) >= seen + 3, within_s=5)
+            assert frames[-1].busy_edges == []
 
 
 async def test_what_is_not_a_message_is_ignored(running: Engine) -> None:
     async with edge(running.server.address) as client:
         client._socket.send(b"\xc1 nonsense")
-        assert len(await collect(client.submit(request("r")))) == 5
+        assert len(await Reply(client, request("r")).tokens()) == 5
 
 
 class Process:
@@ -303,10 +315,10 @@ async def test_a_simulated_replica_is_small_and_free_of_torch(process: Process) 
 @pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 0.5), pytest.param(signal.SIGSTOP, 3.0, id="SIGSTOP")])
 async def test_a_killed_or_frozen_process_is_noticed(process: Process, how: signal.Signals, within_s: float) -> None:
     async with edge(process.address) as client:
-        stream = client.submit(request("r", max_tokens=900))
+        stream = Reply(client, request("r", max_tokens=900))
         await stream.next()
         start_s = time.monotonic()
         process.process.send_signal(how)
         with pytest.raises(ChannelLost, match="ended or froze"):
-            await collect(stream)
+            await stream.tokens()
         assert time.monotonic() - start_s < within_s

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class Fleet:
     def __init__(self, stack: AsyncExitStack, limits: RouterLimits) -> None:
         self._stack = stack
         self.engines: dict[str, Engine] = {}
-        self.held: set[tuple[str, str]] = set()
+        self.held: list[str] = []
+        """Replicas for which the router accounts, once a request."""
         self.router = ChannelRouter(self, edge_id="edge", keys=KEYS, limits=limits, metrics=EdgeMetrics("edge"))
 
     async def locate(self, replica_id: str) -> Address:
@@ -41,9 +42,9 @@ class Fleet:
             raise ChannelLost("it does not answer yet")
         return self.engines[replica_id].server.address
 
-    def hold(self, replica_id: str, request_id: str) -> Callable[[], None]:
-        self.held.add((replica_id, request_id))
-        return lambda: self.held.remove((replica_id, request_id))
+    def hold(self, replica_id: str) -> Callable[[], None]:
+        self.held.append(replica_id)
+        return lambda: self.held.remove(replica_id)
 
     def start(self, name: str, core: Core, info: EngineInfo = INFO) -> Engine:
         one = self.engines[name] = self._stack.enter_context(engine(core, KEYS.public, name=name, info=info))
@@ -83,12 +84,14 @@ async def collect(
     router: ChannelRouter, one: EngineRequest, *, after: Callable[[int], None] = lambda num_tokens: None
 ) -> list[RequestDelta]:
     """All deltas; `after` is told the number of tokens after each."""
-    deltas, num_tokens = [], 0
-    async with aclosing(router.generate(one)) as stream:
-        async for delta in stream:
-            deltas.append(delta)
-            num_tokens += len(delta.token_ids)
-            after(num_tokens)
+    deltas: list[RequestDelta] = []
+
+    def take(delta: RequestDelta) -> bool:
+        deltas.append(delta)
+        after(len(tokens_of(deltas)))
+        return True
+
+    await router.run(one, take)
     return deltas
 
 
@@ -152,7 +155,7 @@ async def test_a_resumed_stream_of_the_simulated_engine_is_what_it_would_have_be
 
         def kill(num_tokens: int) -> None:
             if num_tokens == 50:
-                ((replica_id, _),) = one.held
+                (replica_id,) = one.held
                 killed.append(replica_id)
                 one.engines[replica_id].close()
 
@@ -210,7 +213,7 @@ async def test_a_third_death_is_survived_when_tokens_came_in_between() -> None:
 
         def kill(num_tokens: int) -> None:
             if num_tokens in (5, 10, 15):
-                ((replica_id, _),) = one.held
+                (replica_id,) = one.held
                 one.engines[replica_id].close()
 
         deltas = await collect(one.router, request(), after=kill)
@@ -248,7 +251,7 @@ async def test_a_stream_that_has_begun_waits_for_room_instead_of_being_refused()
         await one.ready("a", "b")
         other = asyncio.create_task(collect(one.router, request("other", max_tokens=60)))
         await become_true(lambda: len(one.held) == 1)
-        ((busy, _),) = one.held
+        (busy,) = one.held
 
         def kill(num_tokens: int) -> None:
             if num_tokens == 5:
@@ -282,16 +285,55 @@ async def test_the_wait_for_a_replica_ends() -> None:
         assert refused.value.retry_after_s > 0
 
 
-async def test_closing_the_iterator_cancels_the_work() -> None:
+async def test_a_cancelled_task_cancels_the_work() -> None:
     core = FakeCore(step_s=0.005)
     async with fleet() as one:
         one.start("a", core)
         await one.ready("a")
-        stream = one.router.generate(request(max_tokens=4000))
-        await anext(stream)
-        await stream.aclose()
+        deltas: list[RequestDelta] = []
+        task = asyncio.create_task(one.router.run(request(max_tokens=4000), lambda delta: deltas.append(delta) is None))
+        await become_true(lambda: len(deltas) > 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        num_taken = len(deltas)
         await become_true(lambda: core.cancelled == ["r"], within_s=1)
         assert not one.held
+        assert len(deltas) == num_taken
+
+
+async def test_a_stream_of_which_no_more_is_wanted_is_cancelled() -> None:
+    core = FakeCore(step_s=0.005)
+    async with fleet() as one:
+        one.start("a", core)
+        await one.ready("a")
+        deltas: list[RequestDelta] = []
+
+        def take(delta: RequestDelta) -> bool:
+            deltas.append(delta)
+            return len(deltas) < 3
+
+        await one.router.run(request(max_tokens=4000), take)
+        await become_true(lambda: core.cancelled == ["r"], within_s=1)
+        assert len(deltas) == 3
+        assert not one.held
+
+
+async def test_what_a_stream_s_taker_raises_ends_that_stream_only() -> None:
+    core = FakeCore(step_s=0.005)
+    async with fleet() as one:
+        one.start("a", core)
+        await one.ready("a")
+
+        def fail(num_tokens: int) -> None:
+            if num_tokens == 5:
+                raise EngineFailed("told to fail")
+
+        good = asyncio.create_task(collect(one.router, request("good")))
+        with pytest.raises(EngineFailed, match="told to fail"):
+            await collect(one.router, request("bad", max_tokens=4000), after=fail)
+        assert len(await good) == 40
+        await become_true(lambda: core.cancelled == ["bad"], within_s=1)
 
 
 async def test_a_refusal_becomes_the_error_that_it_means() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manta.engine.core import EngineCore
@@ -13,7 +13,7 @@ from manta.engine.errors import EngineFailed
 from manta.engine.llm import refusal_error
 from manta.engine.request import EngineRequest, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
-from manta.replicas.edge.client import ReplicaStatus, RequestRecord
+from manta.replicas.edge.client import ReplicaStatus, RequestRecord, Take
 
 Item = RequestDelta | Exception
 
@@ -48,7 +48,7 @@ class LocalClient:
     def info(self) -> EngineInfo | None:
         return self._core.info
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
+    async def run(self, request: EngineRequest, take: Take) -> None:
         items: asyncio.Queue[Item] = asyncio.Queue()
         self._streams[request.request_id] = (asyncio.get_running_loop(), items)
         self._calls.put(lambda: self._add(request))
@@ -60,7 +60,8 @@ class LocalClient:
                     is_over = True
                     raise item
                 is_over = item.finish_reason is not None
-                yield item
+                if not take(item):
+                    return
         finally:
             del self._streams[request.request_id]
             if not is_over:

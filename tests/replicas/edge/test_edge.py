@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from manta.engine.errors import EngineFailed, Overloaded
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
-from manta.replicas.edge.client import EngineClient, ReplicaStatus
+from manta.replicas.edge.client import EngineClient, ReplicaStatus, Take
 from tests.replicas.edge.cases import assert_envelope
 from tests.replicas.edge.local_server import LocalServer, local_server, sim_config, write_byte_model
 from tests.replicas.edge.server import CHAT, COMPLETIONS, Server, at_once, eventually
@@ -59,13 +59,17 @@ class FailingClient:
     async def render_metrics(self) -> bytes:
         raise RuntimeError("secret of the inside")
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
+    async def run(self, request: EngineRequest, take: Take) -> None:
         num_left = self._after
-        async for delta in self._inner.generate(request):
+
+        def take_some(delta: RequestDelta) -> bool:
+            nonlocal num_left
             if not num_left:
                 raise self._error
             num_left -= 1
-            yield delta
+            return take(delta)
+
+        await self._inner.run(request, take_some)
 
 
 class TestOverload:
@@ -238,16 +242,20 @@ class LateOverload(FailingClient):
         self.num_refused = 0
         self._has_begun: Any = None
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestDelta, None]:
-        self._has_begun = self._has_begun or asyncio.Event()
+    async def run(self, request: EngineRequest, take: Take) -> None:
+        self._has_begun = has_begun = self._has_begun or asyncio.Event()
         if request.request_id.endswith("-1") and not self.num_refused:
-            await self._has_begun.wait()
+            await has_begun.wait()
             await asyncio.sleep(0.05)
             self.num_refused += 1
             raise Overloaded("No room.", retry_after_s=0.01)
-        async for delta in super().generate(request):
-            yield delta
-            self._has_begun.set()
+
+        def take_and_tell(delta: RequestDelta) -> bool:
+            is_wanted = take(delta)
+            has_begun.set()
+            return is_wanted
+
+        await super().run(request, take_and_tell)
 
 
 class TestObserver:
