@@ -37,7 +37,7 @@ def rope_and_store_reference(
     store_kv_reference(k, v, key_cache, value_cache, slot_mapping)
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _rope_and_store_kernel(
     q_ptr,
     k_ptr,
@@ -47,9 +47,8 @@ def _rope_and_store_kernel(
     key_cache_ptr,
     value_cache_ptr,
     slot_mapping_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
+    num_tokens,
+    token_stride,
     q_head_stride,
     k_head_stride,
     v_head_stride,
@@ -57,53 +56,69 @@ def _rope_and_store_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROT_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """One program: one token and one KV head with the query heads that share it."""
+    """One program: TOKENS tokens and one KV head with the query heads that share it."""
     pid_head = tl.program_id(0) % num_kv_heads
-    pid_token = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    first_token = tl.program_id(0) // num_kv_heads * TOKENS
     HALF: tl.constexpr = ROT_DIM // 2
-    position = tl.load(positions_ptr + pid_token).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + pid_token).to(tl.int64)
-
     offs_half = tl.arange(0, BLOCK_HALF)
-    mask_half = offs_half < HALF
-    cos = tl.load(cos_sin_ptr + position * ROT_DIM + offs_half, mask=mask_half, other=0.0)
-    sin = tl.load(cos_sin_ptr + position * ROT_DIM + HALF + offs_half, mask=mask_half, other=0.0)
+    mask_half = (offs_half < HALF)[None, :]
 
-    offs_group = tl.arange(0, BLOCK_GROUP)
-    mask_q = (offs_group < GROUP)[:, None] & mask_half[None, :]
-    q_row = q_ptr + pid_token * q_stride + (pid_head * GROUP + offs_group)[:, None] * q_head_stride + offs_half[None, :]
-    q_first = tl.load(q_row, mask=mask_q, other=0.0).to(tl.float32)  # [group, rot_dim / 2]
+    # Rows of q: the group's heads of the first token, then of the next.
+    offs_row = tl.arange(0, TOKENS * BLOCK_GROUP)
+    head = offs_row % BLOCK_GROUP
+    token = first_token + offs_row // BLOCK_GROUP
+    mask_row = (head < GROUP) & (token < num_tokens)
+    position = tl.load(positions_ptr + token, mask=mask_row, other=0).to(tl.int64)
+    mask_q = mask_row[:, None] & mask_half
+    angles = cos_sin_ptr + position[:, None] * ROT_DIM + offs_half[None, :]
+    cos = tl.load(angles, mask=mask_q, other=0.0)
+    sin = tl.load(angles + HALF, mask=mask_q, other=0.0)
+    q_row = q_ptr + token.to(tl.int64)[:, None] * token_stride + (pid_head * GROUP + head)[:, None] * q_head_stride
+    q_row += offs_half[None, :]
+    q_first = tl.load(q_row, mask=mask_q, other=0.0).to(tl.float32)  # [tokens * group, rot_dim / 2]
     q_second = tl.load(q_row + HALF, mask=mask_q, other=0.0).to(tl.float32)
     q_type = q_ptr.dtype.element_ty
-    tl.store(q_row, (q_first * cos[None, :] - q_second * sin[None, :]).to(q_type), mask=mask_q)
-    tl.store(q_row + HALF, (q_second * cos[None, :] + q_first * sin[None, :]).to(q_type), mask=mask_q)
+    tl.store(q_row, (q_first * cos - q_second * sin).to(q_type), mask=mask_q)
+    tl.store(q_row + HALF, (q_second * cos + q_first * sin).to(q_type), mask=mask_q)
 
-    k_row = k_ptr + pid_token * k_stride + pid_head * k_head_stride
-    k_first = tl.load(k_row + offs_half, mask=mask_half, other=0.0).to(tl.float32)
-    k_second = tl.load(k_row + HALF + offs_half, mask=mask_half, other=0.0).to(tl.float32)
+    token = first_token + tl.arange(0, TOKENS)
+    mask_token = token < num_tokens
+    position = tl.load(positions_ptr + token, mask=mask_token, other=0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token, mask=mask_token, other=-1).to(tl.int64)
+    mask_k = mask_token[:, None] & mask_half
+    angles = cos_sin_ptr + position[:, None] * ROT_DIM + offs_half[None, :]
+    cos = tl.load(angles, mask=mask_k, other=0.0)
+    sin = tl.load(angles + HALF, mask=mask_k, other=0.0)
+    row = token.to(tl.int64)[:, None] * token_stride
+    k_row = k_ptr + row + pid_head * k_head_stride
+    k_half = k_row + offs_half[None, :]
+    k_first = tl.load(k_half, mask=mask_k, other=0.0).to(tl.float32)  # [tokens, rot_dim / 2]
+    k_second = tl.load(k_half + HALF, mask=mask_k, other=0.0).to(tl.float32)
     k_type = k_ptr.dtype.element_ty
     new_first = (k_first * cos - k_second * sin).to(k_type)
     new_second = (k_second * cos + k_first * sin).to(k_type)
-    tl.store(k_row + offs_half, new_first, mask=mask_half)
-    tl.store(k_row + HALF + offs_half, new_second, mask=mask_half)
+    tl.store(k_half, new_first, mask=mask_k)
+    tl.store(k_half + HALF, new_second, mask=mask_k)
 
-    if slot >= 0:
-        cache_offset = (slot * num_kv_heads + pid_head) * HEAD_DIM
-        cache_type = key_cache_ptr.dtype.element_ty
-        tl.store(key_cache_ptr + cache_offset + offs_half, new_first.to(cache_type), mask=mask_half)
-        tl.store(key_cache_ptr + cache_offset + HALF + offs_half, new_second.to(cache_type), mask=mask_half)
-        offs_dim = tl.arange(0, BLOCK_DIM)
-        mask_dim = offs_dim < HEAD_DIM
-        if ROT_DIM < HEAD_DIM:  # the part of k that does not turn
-            mask_rest = mask_dim & (offs_dim >= ROT_DIM)
-            k_rest = tl.load(k_row + offs_dim, mask=mask_rest, other=0.0)
-            tl.store(key_cache_ptr + cache_offset + offs_dim, k_rest.to(cache_type), mask=mask_rest)
-        v = tl.load(v_ptr + pid_token * v_stride + pid_head * v_head_stride + offs_dim, mask=mask_dim, other=0.0)
-        tl.store(value_cache_ptr + cache_offset + offs_dim, v.to(cache_type), mask=mask_dim)
+    cache_row = (slot[:, None] * num_kv_heads + pid_head) * HEAD_DIM
+    is_stored = (slot >= 0)[:, None]
+    cache_type = key_cache_ptr.dtype.element_ty
+    key_half = key_cache_ptr + cache_row + offs_half[None, :]
+    tl.store(key_half, new_first.to(cache_type), mask=is_stored & mask_half)
+    tl.store(key_half + HALF, new_second.to(cache_type), mask=is_stored & mask_half)
+    offs_dim = tl.arange(0, BLOCK_DIM)
+    mask_dim = is_stored & (offs_dim < HEAD_DIM)[None, :]
+    if ROT_DIM < HEAD_DIM:  # the part of k that does not turn
+        mask_rest = mask_dim & (offs_dim >= ROT_DIM)[None, :]
+        k_rest = tl.load(k_row + offs_dim[None, :], mask=mask_rest, other=0.0)
+        tl.store(key_cache_ptr + cache_row + offs_dim[None, :], k_rest.to(cache_type), mask=mask_rest)
+    v = tl.load(v_ptr + row + pid_head * v_head_stride + offs_dim[None, :], mask=mask_dim, other=0.0)
+    tl.store(value_cache_ptr + cache_row + offs_dim[None, :], v.to(cache_type), mask=mask_dim)
 
 
 def rope_and_store(
@@ -120,7 +135,8 @@ def rope_and_store(
 
     `positions` [tokens] int64 index `cos_sin` [max_position, rot_dim] fp32 (cosines, then sines; rot_dim <= dim, the
     rest of a head stays as it is). The caches are [num_blocks, block_size, kv_heads, dim]; `slot_mapping` [tokens]
-    int64 holds block * block_size + offset, or -1 to write nothing. q, k and v may be views of one fused projection.
+    int64 holds block * block_size + offset, or -1 to write nothing. q, k and v are views of one fused projection, or at
+    least have one row stride.
     """
     if not runtime.use_triton(q):
         rope_and_store_reference(q, k, v, positions, cos_sin, key_cache, value_cache, slot_mapping)
@@ -131,13 +147,15 @@ def rope_and_store(
     assert rot_dim % 2 == 0
     assert rot_dim <= head_dim
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    assert q.stride(0) == k.stride(0) == v.stride(0)
     assert cos_sin.is_contiguous()
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     if num_tokens == 0:
         return
     group = num_heads // num_kv_heads
-    _rope_and_store_kernel[(num_kv_heads * num_tokens,)](
+    tokens, num_warps = _tiles(num_tokens)
+    _rope_and_store_kernel[(num_kv_heads * triton.cdiv(num_tokens, tokens),)](
         q,
         k,
         v,
@@ -146,9 +164,8 @@ def rope_and_store(
         key_cache,
         value_cache,
         slot_mapping,
+        num_tokens,
         q.stride(0),
-        k.stride(0),
-        v.stride(0),
         q.stride(1),
         k.stride(1),
         v.stride(1),
@@ -156,8 +173,14 @@ def rope_and_store(
         GROUP=group,
         HEAD_DIM=head_dim,
         ROT_DIM=rot_dim,
+        TOKENS=tokens,
         BLOCK_GROUP=triton.next_power_of_2(group),
         BLOCK_HALF=triton.next_power_of_2(rot_dim // 2),
         BLOCK_DIM=triton.next_power_of_2(head_dim),
-        num_warps=2,
+        num_warps=num_warps,
     )
+
+
+def _tiles(num_tokens: int) -> tuple[int, int]:
+    """Tokens and warps of a program: many programs for few tokens, more bytes in flight in each for many."""
+    return (1, 2) if num_tokens < 512 else (4, 4)

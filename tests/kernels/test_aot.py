@@ -120,7 +120,7 @@ def small_configs() -> list[Config]:
     sizes = {"CHUNK": sampling._CHUNK, "PER_CHUNK": sampling._PER_CHUNK, "BLOCK_CHUNKS": 64}
     rope_types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr"), "*{dtype}")
     rope_types |= {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32"}
-    rope_types |= {f"{name}_stride": "i32" for name in ("q", "k", "v", "q_head", "k_head", "v_head")}
+    rope_types |= {f"{name}_stride": "i32" for name in ("token", "q_head", "k_head", "v_head")}
     store_types = dict.fromkeys(("k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr"), "*{dtype}")
     store_types |= dict.fromkeys(("k_stride", "v_stride", "k_head_stride", "v_head_stride", "row_size"), "i32")
     return [
@@ -141,9 +141,11 @@ def small_configs() -> list[Config]:
             {"INTERLEAVED": True, "BLOCK": 2048},
         ),
         Config(
-            "rope_and_store", rope._rope_and_store_kernel, rope_types | {"num_kv_heads": "i32"},
-            {"GROUP": 4, "HEAD_DIM": 128, "ROT_DIM": 128, "BLOCK_GROUP": 4, "BLOCK_HALF": 64, "BLOCK_DIM": 128},
-            num_warps=2, not_divisible=("num_kv_heads",),
+            "rope_and_store", rope._rope_and_store_kernel,
+            rope_types | {"num_tokens": "i32", "num_kv_heads": "i32"},
+            {"GROUP": 4, "HEAD_DIM": 128, "ROT_DIM": 128, "TOKENS": 4, "BLOCK_GROUP": 4, "BLOCK_HALF": 64,
+             "BLOCK_DIM": 128},
+            num_warps=4, not_divisible=("num_tokens", "num_kv_heads"),
         ),
         Config(
             "store_kv", kv_cache._store_kv_kernel, store_types | {"slot_mapping_ptr": "*i64"},
