@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from . import runtime
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 
 
@@ -36,10 +37,14 @@ def _rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < dim
+    if PDL:
+        wait_for_predecessor()
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + pid * x_stride + offs, mask=mask, other=0.0).to(tl.float32)  # [dim]
     if HAS_RESIDUAL:
         residual_row = residual_ptr + pid * residual_stride + offs
@@ -47,8 +52,9 @@ def _rms_norm_kernel(
         total = (x + tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_row, total, mask=mask)
         x = total.to(tl.float32)
+    if PDL:
+        let_successor_start()
     inverse_rms = tl.rsqrt(tl.sum(x * x) / dim + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + pid * dim + offs, (x * inverse_rms * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -68,6 +74,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     if num_tokens == 0:
         return out
     block = triton.next_power_of_2(dim)
+    dependent = has_dependent_launch(x)
     _rms_norm_kernel[(num_tokens,)](
         x,
         weight,
@@ -79,6 +86,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        PDL=dependent,
         num_warps=min(16, max(1, block // 1024)),
+        launch_pdl=dependent,
     )
     return out

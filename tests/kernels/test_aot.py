@@ -19,7 +19,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from manta.kernels import activation, attention_decode, attention_prefill, kv_cache, rmsnorm, rope, runtime, sampling
+from manta.kernels import (
+    activation,
+    attention_decode,
+    attention_prefill,
+    gemm,
+    gemm_skinny,
+    gemv,
+    kv_cache,
+    linear,
+    rmsnorm,
+    rope,
+    runtime,
+    sampling,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -98,7 +111,7 @@ def prefill_config(
     )  # fmt: skip
 
 
-def small_configs() -> list[Config]:
+def small_configs(capability: int) -> list[Config]:
     """Everything but attention, at the shapes of Llama-3.1-8B."""
     chunks = {"vocab": "i32", "num_chunks": "i32", "logits_stride": "i32", "logits_ptr": "*{dtype}"}
     chunks |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "chunk_max_ptr", "floor_ptr"), "*fp32")
@@ -128,7 +141,7 @@ def small_configs() -> list[Config]:
             "rms_norm", rmsnorm._rms_norm_kernel,
             {"x_ptr": "*{dtype}", "weight_ptr": "*{dtype}", "residual_ptr": "*{dtype}", "out_ptr": "*{dtype}",
              "x_stride": "i32", "residual_stride": "i32", "dim": "i32", "eps": "fp32"},
-            {"HAS_RESIDUAL": True, "BLOCK": 4096}, not_divisible=("eps",),
+            {"HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": capability >= 90}, not_divisible=("eps",),
         ),
         Config(
             "silu_and_mul", activation._silu_and_mul_kernel,
@@ -171,15 +184,77 @@ def small_configs() -> list[Config]:
     ]  # fmt: skip
 
 
+def linear_types(kernel: Any) -> dict[str, str]:
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "norm_weight_ptr", "bias_ptr", "out_ptr"), "*{dtype}")
+    types |= {"partial_ptr": "*fp32", "counter_ptr": "*i32", "eps": "fp32"}
+    return {name: types.get(name, "i32") for name in kernel.arg_names}
+
+
+def linear_configs(capability: int) -> list[Config]:
+    """Each distinct configuration of the shipped tables and defaults; 16-bit types only."""
+    device_tables = runtime.tuned_tables("NVIDIA H200")["linear"] if capability == 90 else {}
+    plans = [(key, linear.parse_plan(entries)) for key, entries in device_tables.items()]
+    plans += [(f"{kind} 4096x4096", linear.default_plan(4096, 4096, 132)) for kind in ("plain", "gated", "add")]
+    if capability == 90:
+        tiles = gemm.DETERMINISTIC_TILES
+        plans += [(f"{kind} 4096x4096", linear.Plan((), (tiles,))) for kind in ("plain", "gated", "add")]
+    configs: dict[str, Config] = {}
+    for key, plan in plans:
+        kind, _, size = key.partition(" ")
+        for rows, tiles in zip((*plan.rows, 8192), plan.tiles, strict=True):
+            config = linear_config(kind, rows, int(size.partition("x")[2]), tiles, pdl=capability >= 90)
+            if config is not None:
+                configs[config.name] = config
+    return list(configs.values())
+
+
+def linear_config(kind: str, rows: int, k_size: int, tiles: linear.Tiles | None, *, pdl: bool) -> Config | None:
+    flags: dict[str, Any] = {"GATED": kind == "gated", "RESIDUAL": kind == "add"}
+    if tiles is None:
+        return None
+    flags |= {"BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "bias_ptr": None}
+    if isinstance(tiles, gemv.GemvTiles):
+        flags |= {"EVEN_K": k_size % tiles.block_k == 0, "PDL": pdl}
+        if kind == "add":
+            flags["norm_weight_ptr"] = None
+        name = f"gemv-{kind}-{tiles.block_n}x{tiles.block_k}-w{tiles.num_warps}"
+        kernel = gemv._gemv_kernel
+        return Config(name, kernel, linear_types(kernel), flags, tiles.num_warps, not_divisible=("eps",))
+    flags["SPLITS"] = tiles.splits
+    if tiles.splits == 1:
+        flags |= {"partial_ptr": None, "counter_ptr": None}
+    schedule = f"w{tiles.num_warps}-s{tiles.num_stages}-k{tiles.splits}"
+    if isinstance(tiles, gemm_skinny.SkinnyTiles):
+        block_m = gemm_skinny.padded_rows(rows)
+        flags |= {"BLOCK_M": block_m, "EVEN_K": k_size % tiles.block_k == 0, "PDL": pdl}
+        name = f"skinny-{kind}-m{block_m}-{tiles.block_n}x{tiles.block_k}-{schedule}"
+        kernel = gemm_skinny._skinny_kernel
+        types, not_divisible = linear_types(kernel), ("num_rows",)
+    else:
+        flags |= {"BLOCK_M": tiles.block_m, "GROUP_M": gemm._GROUP_M, "SUBTILES": tiles.subtiles}
+        width = tiles.block_n // tiles.subtiles // (2 if kind == "gated" else 1)
+        name = f"gemm-{kind}-{tiles.block_m}x{tiles.block_n}x{tiles.block_k}-{schedule}-t{tiles.subtiles}"
+        kernel = gemm._gemm_kernel
+        blocks = {"x": (tiles.block_m, tiles.block_k), "weight": (tiles.block_n, tiles.block_k)}
+        blocks["out"] = (tiles.block_m, width)
+        descriptors = {f"{which}_desc": f"tensordesc<{{dtype}}[{m},{n}]>" for which, (m, n) in blocks.items()}
+        types, not_divisible = linear_types(kernel) | descriptors, ("num_rows", "k_blocks_per_split", *descriptors)
+    return Config(
+        name, kernel, types, flags, tiles.num_warps, tiles.num_stages, not_divisible, expects_wgmma=True
+    )  # fmt: skip
+
+
 def matrix() -> list[Any]:
     cases: list[tuple[Config, str, int]] = []
     for capability in (90, 80, 100):
         for dtype in ("bf16", "fp32") if capability == 90 or FULL else ("bf16",):
             configs = [prefill_config(dtype, capability), decode_config(dtype, splits=1)]
             if capability == 90 or FULL:
-                configs += [decode_config(dtype, splits=16), *small_configs()]
+                configs += [decode_config(dtype, splits=16), *small_configs(capability)]
             if dtype == "bf16" and capability != 90 and not FULL:
-                configs += small_configs()
+                configs += small_configs(capability)
+            if dtype != "fp32":
+                configs += linear_configs(capability)
             if FULL:
                 for page, dim, heads, kv in ((16, 128, 32, 8), (32, 128, 32, 8), (16, 64, 9, 3), (64, 256, 16, 2)):
                     configs.append(prefill_config(dtype, capability, dim=dim, page=page, heads=heads, kv=kv))
