@@ -19,6 +19,7 @@ from manta.engine.stats import EngineInfo, Snapshot
 
 from .channel import Address, ChannelLost, KeyPair, decode_down, encode, set_common_options
 from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Up, Welcome
+from .step_histogram import StepHistogram
 
 MAX_UNSENT_MESSAGES = 65536
 HANG_S = 10.0
@@ -98,6 +99,7 @@ class ChannelClient:
         self._streams: dict[str, ReplyStream] = {}
         self._info: EngineInfo | None = None
         self.snapshot = Snapshot()
+        self.step_times = StepHistogram()
         self.is_draining = False
         self.num_frames = 0
         self.last_frame_at_s = time.monotonic()
@@ -217,6 +219,8 @@ class ChannelClient:
         self.is_draining = self.is_draining or frame.draining
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
+        if frame.step_times is not None:
+            self.step_times = frame.step_times
         streams = self._streams
         # Refusals first: a request with several sequences shows nothing when one of them is refused at the start.
         for refusal in frame.refusals:

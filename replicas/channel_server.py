@@ -30,6 +30,7 @@ from .channel import (
     set_common_options,
 )
 from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Welcome
+from .step_histogram import StepHistogram
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class _Edge:
     edge_id: str
     is_watcher: bool
     sent_at_s: float
+    step_times_at_s: float = 0.0
+    """When step times were last sent."""
     num_frames: int = 0
     stalled_since_s: float | None = None
     request_ids: set[str] = field(default_factory=set)
@@ -78,6 +81,7 @@ class ChannelServer:
         self._owner: dict[str, _Edge] = {}
         self._orphans: list[str] = []
         self._snapshot = Snapshot()
+        self._step_times: StepHistogram | None = None
         self._is_draining = False
         self._context = zmq.Context()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -127,11 +131,12 @@ class ChannelServer:
         refusals: Sequence[Refusal] = (),
         *,
         snapshot: Snapshot,
+        step_times: StepHistogram | None = None,
         cache_events: CacheEvents | None = None,
         to_all: bool = False,
     ) -> None:
         """One frame to each edge that has news, or is due for a heartbeat; to every one with `to_all` or events."""
-        self._snapshot = snapshot
+        self._snapshot, self._step_times = snapshot, step_times
         for delta in deltas:
             edge = self._owner.get(delta.request_id)
             if edge is not None:
@@ -201,11 +206,13 @@ class ChannelServer:
             self._edges[identity] = _Edge(identity, hello.edge_id, hello.is_watcher, time.monotonic())
 
     def _send_frame(self, edge: _Edge, cache_events: CacheEvents | None, now_s: float) -> None:
+        with_step_times = now_s - edge.step_times_at_s >= FRAME_INTERVAL_S
         frame = Frame(
             sequence=edge.num_frames,
             deltas=edge.deltas,
             refusals=edge.refusals,
             snapshot=self._snapshot,
+            step_times=self._step_times if with_step_times else None,
             cache_events=cache_events,
             draining=self._is_draining,
             busy_edges=list(edge.busy_edges),
@@ -214,6 +221,8 @@ class ChannelServer:
         if problem is None:
             edge.num_frames += 1
             edge.sent_at_s = now_s
+            if with_step_times:
+                edge.step_times_at_s = now_s
             edge.stalled_since_s = None
             edge.deltas, edge.refusals = [], []
             if edge.is_watcher:

@@ -6,17 +6,19 @@ by replica for as long as it lives, counters as sums over all replicas that ever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from manta.engine.stats import Snapshot
 
 from .edge.client import ReplicaStatus, RequestRecord
+from .step_histogram import BOUNDS_S, StepHistogram
 
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_TIME_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
@@ -41,6 +43,7 @@ METRICS = (
     MetricSpec("manta_requests_waiting", "gauge", "Requests that wait there.", ("replica",), field="num_waiting"),
     MetricSpec("manta_kv_cache_usage", "gauge", "Share of blocks held.", ("replica",), field="kv_cache_usage"),
     MetricSpec("manta_last_step_seconds", "gauge", "Duration of the last step.", ("replica",), field="last_step_s"),
+    MetricSpec("manta_step_seconds", "histogram", "End of a step to the next one's.", ("replica",), BOUNDS_S),
     MetricSpec("manta_replica_ready", "gauge", "1 for a replica that takes new work, else 0.", ("replica",)),
     MetricSpec("manta_engine_steps_total", "counter", "Steps of all engines.", field="num_steps"),
     MetricSpec("manta_prompt_tokens_total", "counter", "Prompt tokens admitted.", field="num_prompt_tokens"),
@@ -180,11 +183,22 @@ class _EngineCollector(Collector):
         for status in self.replicas:
             ready.add_metric([status.replica_id], float(status.ready))
         yield ready
+        yield self._step_times()
         snapshots = [snapshot for _, snapshot in live] + list(self._last.values())
         for spec in _COUNTERS:
             assert spec.field is not None
             total = self._gone[spec.name] + sum(getattr(snapshot, spec.field) for snapshot in snapshots)
             yield CounterMetricFamily(spec.name, spec.help, value=total)
+
+    def _step_times(self) -> Metric:
+        spec = _BY_NAME["manta_step_seconds"]
+        family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+        for status in self.replicas:
+            times = status.step_times or StepHistogram()
+            bounds = [*map(str, spec.buckets), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(times.counts), strict=True))
+            family.add_metric([status.replica_id], buckets, times.sum_s)
+        return family
 
     def _add_to_gone(self, snapshot: Snapshot) -> None:
         for spec in _COUNTERS:

@@ -11,6 +11,8 @@ from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import EngineRequest, Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 
+from .step_histogram import StepHistogram
+
 PROTOCOL_VERSION = 2
 
 
@@ -60,6 +62,8 @@ class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     deltas: list[RequestDelta] = []
     refusals: list[Refusal] = []
     snapshot: Snapshot | None = None
+    step_times: StepHistogram | None = None
+    """Now and then: with the first frame after each interval between heartbeats."""
     cache_events: CacheEvents | None = None
     draining: bool = False
     busy_edges: list[str] = []

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -23,7 +22,9 @@ from manta.engine.stats import EngineInfo, Snapshot
 
 from .channel import FRAME_INTERVAL_S, Address
 from .channel_server import ChannelServer
+from .loop_gc import LoopGc
 from .protocol import Cancel, Submit
+from .step_histogram import StepHistogram
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +39,27 @@ class Core(Protocol):
     def add(self, request: EngineRequest) -> Refusal | None: ...
     def cancel(self, request_id: str) -> bool: ...
     def step(self) -> list[RequestDelta]: ...
+    def prepare_more(self) -> bool: ...
     def snapshot(self) -> Snapshot: ...
     def take_cache_events(self) -> CacheEvents | None: ...
 
 
 class EngineLoop:
-    """Poll, add and cancel, step, publish; until `stop`. `run` owns the calling thread, core and channel."""
+    """Poll, add and cancel, step, publish; until `stop`. `run` owns the calling thread, core and channel.
 
-    def __init__(self, core: Core, server: ChannelServer) -> None:
+    Pauses are used: for Python's garbage, and, once the first request has been worked on, for what makes later steps
+    faster. Both give way to requests.
+    """
+
+    def __init__(self, core: Core, server: ChannelServer, *, collector: LoopGc | None = None) -> None:
         self._core = core
         self._server = server
+        self._gc = collector or LoopGc()
         self._is_draining = False
+        self._can_prepare = False
+        self._step_times = StepHistogram()
+        self._step_ended_at_s: float | None = None
+        """End of the last step, when the next one follows without a pause."""
         self._stop = threading.Event()
         self.last_turn_at_s = time.monotonic()
         """When the loop last began a turn; read by other threads."""
@@ -59,13 +70,14 @@ class EngineLoop:
 
     def run(self) -> None:
         """Raises what the core raises."""
-        while not self._stop.is_set():
-            self._turn()
+        with self._gc:
+            while not self._stop.is_set():
+                self._turn()
 
     def _turn(self) -> None:
         core, server = self._core, self._server
         self.last_turn_at_s = time.monotonic()
-        commands = server.receive(0.0 if core.has_work else FRAME_INTERVAL_S)
+        commands = server.receive(0.0 if core.has_work or self._can_prepare else FRAME_INTERVAL_S)
         refusals = []
         for command in commands:
             if isinstance(command, Submit):
@@ -77,10 +89,36 @@ class EngineLoop:
             else:
                 self._is_draining = True
                 server.start_draining()
-        deltas = core.step() if core.has_work else []
+        deltas = self._step() if core.has_work else []
         # After the last request is gone, and after commands without work, edges learn the load at once.
         to_all = not core.has_work and bool(commands or deltas)
-        server.publish(deltas, refusals, snapshot=core.snapshot(), cache_events=core.take_cache_events(), to_all=to_all)
+        server.publish(
+            deltas,
+            refusals,
+            snapshot=core.snapshot(),
+            step_times=self._step_times,
+            cache_events=core.take_cache_events(),
+            to_all=to_all,
+        )
+        if not core.has_work:
+            self._pause(is_long=not commands and not deltas)
+
+    def _step(self) -> list[RequestDelta]:
+        deltas = self._core.step()
+        now_s = time.monotonic()
+        if self._step_ended_at_s is not None:
+            self._step_times.add(now_s - self._step_ended_at_s)
+        self._step_ended_at_s, self._can_prepare = now_s, True
+        self._gc.step_done()
+        return deltas
+
+    def _pause(self, *, is_long: bool) -> None:
+        """`is_long`: nothing happened in this turn. Who sends one request after the other meets no collection."""
+        self._step_ended_at_s = None
+        if self._can_prepare:
+            self._can_prepare = self._core.prepare_more()
+        elif is_long:
+            self._gc.pause()
 
     def _add(self, request: EngineRequest) -> Refusal | None:
         if self._is_draining:
@@ -121,8 +159,6 @@ class EngineShard:
         server = ChannelServer(self._replica_id, core.info, client_key=self._client_key, host=host)
         self._loop = EngineLoop(core, server)
         self._info, self._address = core.info, server.address
-        gc.collect()
-        gc.freeze()  # what start-up made lives on; collections need not look at it again
         self._is_up.set()
         try:
             self._loop.run()

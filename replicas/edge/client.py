@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from manta.engine.errors import Unavailable
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
+from manta.replicas.step_histogram import StepHistogram
 
 if TYPE_CHECKING:
     from manta.engine.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class ReplicaStatus:
     """Takes new work."""
     draining: bool = False
     snapshot: Snapshot | None = None
+    step_times: StepHistogram | None = None
     last_frame_age_s: float | None = None
     """Seconds since it was last heard of; None before the first frame."""
 

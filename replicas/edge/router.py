@@ -111,6 +111,7 @@ class ChannelRouter:
                 ready=link.is_ready,
                 draining=not link.is_member or (link.channel is not None and link.channel.is_draining),
                 snapshot=None if link.channel is None else link.channel.snapshot,
+                step_times=None if link.channel is None else link.channel.step_times,
                 last_frame_age_s=None if link.channel is None else link.channel.last_frame_age_s,
             )
             for link in self._links.values()

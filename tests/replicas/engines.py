@@ -36,6 +36,8 @@ class FakeCore:
         self.may_step.set()
         self.fails = False
         self.refuses: RefusalReason | None = None
+        self.num_to_prepare = 1
+        self.num_prepared = 0
         self._step_s = step_s
         self._tokens_a_step = tokens_a_step
         self._num_tokens = 0
@@ -74,6 +76,11 @@ class FakeCore:
                 del self.requests[request_id]
             deltas.append(delta)
         return deltas
+
+    def prepare_more(self) -> bool:
+        self.num_prepared += 1
+        time.sleep(0.0005)
+        return self.num_prepared < self.num_to_prepare
 
     def snapshot(self) -> Snapshot:
         return Snapshot(num_running=len(self.requests), num_blocks=64, num_generated_tokens=self._num_tokens)
