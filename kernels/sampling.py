@@ -14,13 +14,9 @@ import triton.language as tl
 
 from . import runtime
 from .runtime import jit
-from .sampling_search import key_of, pick, scores, search_border, tail, value_of
-
-# splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) on wrapping signed 64-bit integers.
-_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_GAMMA_TL, _MIX_1_TL, _MIX_2_TL = tl.constexpr(_GAMMA), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
+from .sampling_noise import base_of, exponential_reference, random_base, scores
+from .sampling_rounds import row_settled, run_rounds
+from .sampling_search import key_of, pick, search_border, tail, value_of
 
 # One chunk is an ordinary case, not worth a variant of its own with the number as a constant.
 _jit_chunks = jit(do_not_specialize=["num_chunks"])
@@ -28,36 +24,6 @@ _jit_chunks = jit(do_not_specialize=["num_chunks"])
 _CHUNK = 2048  # logits that one program of the first two passes takes
 _PER_CHUNK = 64  # candidates a chunk may offer to the filter search; rows that need more are searched in full
 _KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
-
-
-def random_base(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """64 random bits per row, a pure function of (seed, position); all [rows] int64."""
-
-    def mix(z: torch.Tensor) -> torch.Tensor:
-        z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
-        z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
-        return z ^ ((z >> 31) & ((1 << 33) - 1))
-
-    return mix(mix(seeds + _GAMMA) + positions * _GAMMA)
-
-
-def random_bits_reference(base: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """32 random bits (as int64) for each token id, two rounds of a 32-bit mixer; `base` broadcasts against `ids`."""
-    mask = 0xFFFFFFFF
-    h = (ids * 0x9E3779B1 + (base & mask)) & mask
-    for key in ((base >> 32) & mask, None):
-        h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
-        h = ((h ^ (h >> 15)) * 0xD35A2D97) & mask
-        h = h ^ (h >> 15)
-        if key is not None:
-            h = h ^ key
-    return h
-
-
-def exponential_reference(base: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """An exponential variate (fp32) for each token id; minus its logarithm is Gumbel noise."""
-    v = (random_bits_reference(base, ids).float() + 0.5) * 2.0**-32
-    return torch.where(v < 1e-3, v * (1.0 + 0.5 * v), -(1.0 - v).clamp_min(2.0**-25).log())
 
 
 def sample_reference(
@@ -125,19 +91,6 @@ def _first_in_order(x: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor,
 
 
 @jit
-def _mix(z):
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1_TL
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2_TL
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)
-
-
-@jit
-def _base(seed, position):
-    """The bits of `random_base`."""
-    return _mix(_mix(seed + _GAMMA_TL) + position * _GAMMA_TL)
-
-
-@jit
 def _chunk_kernel(
     logits_ptr,
     temperature_ptr,
@@ -167,7 +120,7 @@ def _chunk_kernel(
     if DRAWS:
         temperature = tl.load(temperature_ptr + pid_row)
         if temperature > 0.0:
-            base = _base(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
+            base = base_of(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
             score, drawn = tl.max(scores(x, offs, base, temperature), 0, return_indices=True)
             tl.store(chunk_score_ptr + place, score)
             tl.store(chunk_drawn_ptr + place, pid_chunk * CHUNK + drawn)
@@ -195,6 +148,7 @@ def _candidate_kernel(
     candidate_id_ptr,
     chunk_count_ptr,
     floor_ptr,
+    settled_ptr,
     logits_stride,
     vocab,
     num_chunks,
@@ -209,7 +163,7 @@ def _candidate_kernel(
     pid_row = tl.program_id(0)
     pid_chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + pid_row)
-    if temperature <= 0.0:
+    if (temperature <= 0.0) | (tl.load(settled_ptr + pid_row) >= 0):
         return
     k = tl.load(top_k_ptr + pid_row)
     wanted = tl.where((k > 0) & (k <= num_chunks), k, (num_chunks + 1) // 2)
@@ -258,6 +212,9 @@ def _draw_kernel(
     candidate_id_ptr,
     chunk_count_ptr,
     floor_ptr,
+    mass_ptr,
+    proposed_ptr,
+    settled_ptr,
     out_ptr,
     logits_stride,
     vocab,
@@ -290,8 +247,19 @@ def _draw_kernel(
     else:
         is_filtered = pid_row < 0
 
+    if NEED_FILTER:
+        settled = tl.load(settled_ptr + pid_row)
+        if is_filtered & (not has_k) & (settled < 0):  # the last round's proposal has not been judged yet
+            sums = tl.load(chunk_sum_ptr + chunk_row + chunks, mask=mask_chunk, other=0.0)
+            total = tl.sum(sums * tl.exp((maxima - row_max) / temperature), 0)
+            if row_settled(mass_ptr, chunk_row, chunks, mask_chunk, p, total):
+                settled = tl.load(proposed_ptr + pid_row)
+        if settled >= 0:
+            tl.store(out_ptr + pid_row, settled.to(tl.int64))
+            return
+
     if is_filtered:
-        base = _base(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
+        base = base_of(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
         sums = tl.load(chunk_sum_ptr + chunk_row + chunks, mask=mask_chunk, other=0.0)
         sums = sums * tl.exp((maxima - row_max) / temperature)  # [chunks], weights relative to the row's maximum
         total = tl.sum(sums, 0)
@@ -476,7 +444,25 @@ def sample(
     candidate_ids = torch.empty((num_rows, num_slots), dtype=torch.int32, device=logits.device)
     chunk_count = torch.empty_like(stats.ids)
     floor = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    last = settled = None
     if need_filter:
+        assert stats.sums is not None
+        assert stats.scores is not None
+        assert stats.drawn is not None
+        last, settled = run_rounds(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            positions,
+            chunk_max=stats.largest,
+            chunk_sum=stats.sums,
+            score=stats.scores,
+            drawn=stats.drawn,
+            chunk=_CHUNK,
+        )
         _candidate_kernel[(num_rows, num_chunks)](
             logits,
             temperature,
@@ -486,6 +472,7 @@ def sample(
             candidate_ids,
             chunk_count,
             floor,
+            settled,
             logits.stride(0),
             vocab,
             num_chunks,
@@ -511,6 +498,9 @@ def sample(
         candidate_ids,
         chunk_count,
         floor,
+        None if last is None else last.mass,
+        None if last is None else last.proposed,
+        settled,
         out,
         logits.stride(0),
         vocab,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .runtime import jit
+from .sampling_noise import scores
 
 
 @jit
@@ -21,25 +22,6 @@ def key_of(x):
 @jit
 def value_of(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit
-def scores(x, ids, base, temperature):
-    """Logit over temperature plus Gumbel noise, a pure function of the row's random base and the token id.
-
-    The largest one is a draw from the softmax (Gumbel-max trick, Maddison et al. 2014, arXiv:1411.0030).
-    """
-    h = ids.to(tl.uint32) * 0x9E3779B1 + (base & 0xFFFFFFFF).to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x21F0AAAD
-    h = (h ^ (h >> 15)) * 0xD35A2D97
-    h = h ^ (h >> 15) ^ ((base >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x21F0AAAD
-    h = (h ^ (h >> 15)) * 0xD35A2D97
-    h = h ^ (h >> 15)
-    # An exponential variate, -log(1 - v); small ones, which win, keep all 32 bits.
-    v = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    exponential = tl.where(v < 1e-3, v * (1.0 + 0.5 * v), -tl.log(tl.maximum(1.0 - v, 2.9802322387695312e-08)))
-    return x / temperature - tl.log(exponential)
 
 
 @jit

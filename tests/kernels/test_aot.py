@@ -32,6 +32,7 @@ from manta.kernels import (
     rope,
     runtime,
     sampling,
+    sampling_rounds,
 )
 
 pytestmark = pytest.mark.aot
@@ -124,7 +125,10 @@ def small_configs(capability: int) -> list[Config]:
         "out_ptr": "*i64",
     }
     chunks |= dict.fromkeys(("chunk_id_ptr", "candidate_id_ptr", "chunk_count_ptr"), "*i32")
-    chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64"}
+    chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64", "settled_ptr": "*i32"}
+    for prefix in ("", "new_"):
+        chunks |= {f"{prefix}{name}_ptr": "*fp32" for name in ("score", "mass")}
+        chunks |= {f"{prefix}{name}_ptr": "*i32" for name in ("drawn", "proposed")}
 
     def sampling_config(name: str, kernel: Any, num_warps: int, constants: dict[str, Any]) -> Config:
         types = {arg: chunks[arg] for arg in kernel.arg_names if arg in chunks}
@@ -179,6 +183,9 @@ def small_configs(capability: int) -> list[Config]:
         ),
         sampling_config("argmax", sampling._argmax_kernel, 1, {"BLOCK_CHUNKS": 64}),
         sampling_config("candidates", sampling._candidate_kernel, 4, sizes),
+        sampling_config(
+            "round", sampling_rounds.round_kernel, 4, {"FIRST": False, "CHUNK": sampling._CHUNK, "BLOCK_CHUNKS": 64}
+        ),
         sampling_config("draw", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": False, "BLOCK": 2048}),
         sampling_config("draw-filtered", sampling._draw_kernel, 8, sizes | {"NEED_FILTER": True, "BLOCK": 2048}),
     ]  # fmt: skip

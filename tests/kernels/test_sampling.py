@@ -8,9 +8,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from manta.kernels import sampling
+from manta.kernels import sampling, sampling_noise, sampling_rounds
 from manta.kernels.runtime import jit
-from manta.kernels.sampling_search import scores
+from manta.kernels.sampling_noise import scores
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SLACK = 1e-4
@@ -79,12 +79,12 @@ def distribution(rows: Rows, row: int) -> torch.Tensor:
 def assert_agrees(rows: Rows, ids: torch.Tensor) -> None:
     """Each id has the highest noisy score among the tokens that the definition leaves."""
     assert ids.dtype == torch.int64
-    base = sampling.random_base(rows.seeds, rows.positions)
+    base = sampling_noise.random_base(rows.seeds, rows.positions)
     tokens = torch.arange(rows.logits.shape[1], device=rows.logits.device)
     for row, token in enumerate(ids.tolist()):
         probabilities = distribution(rows, row)
         assert probabilities[token] > 0, f"row {row}: token {token} was filtered out"
-        noise = -sampling.exponential_reference(base[row], tokens).double().log()
+        noise = -sampling_noise.exponential_reference(base[row], tokens).double().log()
         scores = probabilities.log() + noise
         assert scores[token] >= scores.max() - SLACK, (row, token, int(scores.argmax()))
 
@@ -152,8 +152,8 @@ def test_reference_follows_the_distribution(top_k: int, top_p: float, min_p: flo
 @pytest.mark.parametrize("varied", ["seed", "position", "token"])
 def test_noise_is_exponential_across_seeds_positions_and_tokens(varied: str) -> None:
     many, one = torch.arange(100_000), torch.tensor([3])
-    base = sampling.random_base(many if varied == "seed" else one, many if varied == "position" else one)
-    numbers = sampling.exponential_reference(base, many if varied == "token" else one)
+    base = sampling_noise.random_base(many if varied == "seed" else one, many if varied == "position" else one)
+    numbers = sampling_noise.exponential_reference(base, many if varied == "token" else one)
     counts = torch.histc((-numbers).exp(), 100, 0, 1)
     assert counts.sum() == 100_000
     assert float(((counts - 1000) ** 2 / 1000).sum()) < 149  # 99.9 % quantile, 99 degrees of freedom
@@ -169,7 +169,7 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 @jit
 def _noise_kernel(seeds_ptr, positions_ptr, base_ptr, noise_ptr):
     pid = tl.program_id(0)
-    base = sampling._base(tl.load(seeds_ptr + pid), tl.load(positions_ptr + pid))
+    base = sampling_noise.base_of(tl.load(seeds_ptr + pid), tl.load(positions_ptr + pid))
     tl.store(base_ptr + pid, base)
     ids = tl.arange(0, 64)
     tl.store(noise_ptr + pid * 64 + ids, scores(tl.zeros([64], tl.float32), ids, base, 1.0))
@@ -181,8 +181,8 @@ def test_noise_is_the_same_in_both_paths(device: torch.device) -> None:
     seeds, positions = seeds.to(device), positions.to(device)
     base, noise = torch.empty(64, dtype=torch.int64, device=device), torch.empty(64, 64, device=device)
     _noise_kernel[(64,)](seeds, positions, base, noise)
-    assert torch.equal(base, sampling.random_base(seeds, positions))
-    expected = -sampling.exponential_reference(base[:, None], torch.arange(64, device=device)).log()
+    assert torch.equal(base, sampling_noise.random_base(seeds, positions))
+    expected = -sampling_noise.exponential_reference(base[:, None], torch.arange(64, device=device)).log()
     torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -278,3 +278,25 @@ def test_greedy_flag_ignores_parameters(device: torch.device) -> None:
 def test_no_rows(device: torch.device) -> None:
     rows = Rows(*(value[:0] for value in mixed_rows(5, 300, F32, device).arguments))
     assert draw(rows).shape == sampling.argmax(rows.logits).shape == (0,)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 6])
+def test_rounds_settle_rows_as_the_full_search_does(
+    num_rounds: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one round about half of these rows are left to the search, with six hardly one."""
+    monkeypatch.setattr(sampling_rounds, "NUM_ROUNDS", num_rounds)
+    searched = []
+    run = sampling_rounds.run_rounds
+
+    def noted(*args: object, **kwargs: object) -> tuple[sampling_rounds.Proposals, torch.Tensor]:
+        last, settled = run(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        searched.append(int((settled < 0).sum()))
+        return last, settled
+
+    monkeypatch.setattr(sampling, "run_rounds", noted)
+    rows = make_rows(torch.randn(16, 2500, device=device), top_p=0.5)  # flat: hundreds of tokens are kept
+    assert_agrees(rows, draw(rows))
+    assert (searched[0] == 16) if num_rounds == 1 else (searched[0] < 4)
+    rows = make_rows(torch.randn(8, 2500, device=device), top_p=0.9, min_p=0.2)
+    assert_agrees(rows, draw(rows))
