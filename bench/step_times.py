@@ -15,18 +15,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from manta.engine.config import EngineConfig
+from manta.engine.config import EngineConfig, max_num_seqs_of
 from manta.engine.errors import ConfigError
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.plan import NewSequence, Row, Runner, StepHandle, StepPlan
 from manta.engine.request import SamplingParams
 from manta.engine.step_profile import StepPoint, StepProfile, model_sizes
-from manta.engine.step_time import StepShape, StepTimeModel
+from manta.engine.step_time import StepShape, StepTimeModel, hardware_of
 
 from .drive import device_name
 from .report import Report, environment, sayer, write_json
 from .stats import median
-from .yardsticks import hardware_of
 
 TOKEN_ID = 1000
 
@@ -102,7 +101,7 @@ def run(
             block_size=built.block_size,
             num_blocks=built.num_blocks,
             max_model_len=built.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=max_num_seqs_of(config, built.device.type),
             max_num_tokens=built.max_num_batched_tokens,
         )
         profile = record(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from manta.engine.model_shape import ModelShape
-from manta.engine.step_time import HARDWARE, Hardware, StepShape, StepTimeModel
+from manta.engine.step_time import StepShape, StepTimeModel, hardware_of
 
 VLLM_LLAMA_8B_BF16_H200 = {
     "b1_tpot_ms": 4.90,
@@ -80,12 +80,6 @@ def vllm_figures(shape: ModelShape, *, dtype: str, device: str) -> Mapping[str, 
     sizes = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     is_llama_8b = (*sizes, shape.intermediate_size, shape.vocab_size) == (32, 4096, 32, 8, 128, 14336, 128256)
     return VLLM_LLAMA_8B_BF16_H200 if is_llama_8b and dtype == "bfloat16" and device == "NVIDIA H200" else {}
-
-
-def hardware_of(device: str) -> Hardware | None:
-    """Peaks of `NVIDIA H200`, `sim:h200` and the like; None for a device without figures."""
-    words = device.lower().replace(":", " ").replace("-", " ").split()
-    return next((hardware for name, hardware in HARDWARE.items() if name in words), None)
 
 
 def decode_work(num_seqs: int, prompt_len: int, output_len: int) -> list[StepShape]:

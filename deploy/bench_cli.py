@@ -1,4 +1,4 @@
-"""The commands `manta bench ...` and `manta eval ...`: their options; bench/ measures and is imported when they run."""
+"""Commands that measure (`manta bench`, `eval`, `profile`): their options; bench/ is imported when they run."""
 
 from __future__ import annotations
 
@@ -131,10 +131,26 @@ def serving_command(
     duration: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.")] = 30.0,
     num_requests: Annotated[int | None, typer.Option(help="Requests at each setting.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    workload: Annotated[
+        str | None, typer.Option(help="d2: all requests at once from several processes, instead of a sweep.")
+    ] = None,
+    serve: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Of --workload: start `manta serve MODEL` for it, with --set.")
+    ] = None,
+    overrides: Overrides = None,
+    clients: Annotated[int, typer.Option(help="Of --workload: processes that send.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Of --workload, after a warm-up.")] = 3,
+    length_divisor: Annotated[int, typer.Option(help="Of --workload: shorter requests, for small machines.")] = 1,
+    server_pid: Annotated[
+        int | None, typer.Option(help="Of --workload without --serve: the `manta serve` process, for its CPU.")
+    ] = None,
+    in_process: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --workload: JSON of `manta bench engine`, for the ratio.")
+    ] = None,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Load a running server over HTTP: a sweep over rates or concurrencies."""
+    """Load a server over HTTP: a sweep over rates or concurrencies, or a whole workload at once."""
     from manta.engine.errors import ConfigError
 
     from .settings import Settings
@@ -142,6 +158,22 @@ def serving_command(
     settings = Settings.from_environment()
     if arrivals not in ("poisson", "constant", "trace"):
         raise ConfigError(f"--arrivals {arrivals!r}: must be poisson, constant or trace", field="arrivals")
+    url = (url or settings.url).rstrip("/").removesuffix("/v1")
+    if workload is not None:
+        from manta.bench import burst
+
+        burst.run(
+            burst.Server(url, api_key or settings.api_key, model, server_pid) if serve is None else None,
+            burst.Burst(workload, num_requests or 1000, length_divisor, clients, repeats, seed=seed),
+            serve=serve,
+            overrides=overrides or (),
+            in_process=in_process,
+            json_path=json,
+            console=_console(),
+        )
+        return
+    if serve is not None or overrides:
+        raise ConfigError("--serve and --set go with --workload; a sweep needs a server that runs", field="--serve")
     open_rates = _numbers("--rates", rates, float)
     in_flight = _numbers("--concurrency", concurrency, int)
 
@@ -149,7 +181,7 @@ def serving_command(
 
     defaults = serving.Requests()
     serving.run(
-        (url or settings.url).rstrip("/").removesuffix("/v1"),
+        url,
         model=model,
         api_key=api_key or settings.api_key,
         rates=open_rates,
@@ -208,6 +240,23 @@ def overhead_command(
     )
 
 
+def profile_command(
+    model: Model = "smollm2-135m",
+    overrides: Overrides = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Default: $MANTA_HOME/profiles/<gpu>/<model>.json.")
+    ] = None,
+) -> None:
+    """Measure step times of a model on this GPU and keep them for the step-time model."""
+    from .settings import Settings
+
+    config = engine_config(model, overrides)
+
+    from manta.bench import step_times
+
+    step_times.run(config, folder=Settings.from_environment().profiles_dir, path=json, console=_console())
+
+
 @eval_app.command("perplexity")
 def perplexity_command(
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Plain text, .gz allowed.")],
@@ -230,12 +279,13 @@ def perplexity_command(
 
 def engine_config(model: str, overrides: list[str] | None) -> EngineConfig:
     """The engine of what the user named, its model's files found."""
-    from .checks import locate_model
+    from .checks import locate_model, locate_profiles
     from .config import load_config, parse_overrides
     from .settings import Settings
 
+    settings = Settings.from_environment()
     config = load_config(model, parse_overrides(overrides or []))
-    return locate_model(config, Settings.from_environment().models_dir).engine
+    return locate_model(locate_profiles(config, settings.profiles_dir), settings.models_dir).engine
 
 
 def _names(text: str) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import resource
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,14 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, open as many files as the system allows; the number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now."""
     probes = [socket.socket() for _ in range(count)]
@@ -92,6 +102,13 @@ def locate_model(config: DeployConfig, models_dir: Path) -> DeployConfig:
     config = with_overrides(config, changes)
     load_shape(resolve_model(config.engine.model))
     return config
+
+
+def locate_profiles(config: DeployConfig, profiles_dir: Path) -> DeployConfig:
+    """The same deployment, told where step-time profiles of this machine lie, if there are any."""
+    if config.engine.scheduler.step_profiles is not None or not profiles_dir.is_dir():
+        return config
+    return with_overrides(config, {"engine.scheduler.step_profiles": str(profiles_dir)})
 
 
 def running_rays() -> list[int]:

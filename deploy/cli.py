@@ -6,12 +6,11 @@ Nothing heavy is imported before a command runs, so that `manta --help` answers 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from .bench_cli import Overrides, bench_app, eval_app
+from .bench_cli import Overrides, bench_app, eval_app, profile_command
 
 if TYPE_CHECKING:
     from .chat import ServerClient
@@ -135,30 +134,6 @@ def status_command(url: Url = None, api_key: ApiKey = None) -> int:
     return 0 if code == 200 else FAILURE
 
 
-@app.command("profile")
-def profile_command(
-    model: Annotated[
-        str, typer.Option("--model", help="Known name, folder, Hugging Face id, GGUF or YAML file.")
-    ] = "smollm2-135m",
-    overrides: Overrides = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Default: $MANTA_HOME/profiles/<gpu>/<model>.json.")
-    ] = None,
-) -> None:
-    """Measure step times of a model on this GPU and keep them for the step-time model."""
-    from .bench_cli import engine_config
-    from .settings import Settings
-
-    config = engine_config(model, overrides)
-
-    from rich.console import Console
-
-    from manta.bench import step_times
-
-    folder = Settings.from_environment().profiles_dir
-    step_times.run(config, folder=folder, path=json, console=Console(soft_wrap=True))
-
-
 @app.command("fetch")
 def fetch_command(
     name: Annotated[str, typer.Argument(help="Name of the model; there is smollm2-135m.")] = "smollm2-135m",
@@ -187,6 +162,9 @@ def version_command() -> None:
             print(f"{package} {version(package)}")
         except PackageNotFoundError:
             print(f"{package} is not installed")
+
+
+app.command("profile")(profile_command)
 
 
 def _deploy_config(

@@ -23,7 +23,15 @@ from rich.table import Table
 from manta.engine.errors import EngineFailed, MantaError, Unavailable
 
 from . import ray_local, settings
-from .checks import check_joinable, check_port, established_connections, locate_model, running_rays
+from .checks import (
+    check_joinable,
+    check_port,
+    established_connections,
+    locate_model,
+    locate_profiles,
+    raise_file_limit,
+    running_rays,
+)
 from .config import DeployConfig
 from .progress import Progress
 from .ray_local import LocalRay
@@ -31,6 +39,8 @@ from .settings import Settings
 
 APP_NAME = "manta"
 POLL_S = 0.1
+MIN_OPEN_FILES = 8192
+"""The proxy holds two connections for each of its 4,096 clients at most."""
 
 
 class StartFailed(MantaError):
@@ -85,7 +95,7 @@ def serve(config: DeployConfig, user: Settings, console: Console) -> int:
     signals = StopSignals()
     signals.install()
     try:
-        config = locate_model(config, user.models_dir)
+        config = locate_profiles(locate_model(config, user.models_dir), user.profiles_dir)
         if config.serving.ray_address is None:
             return _serve_alone(config, user, console, signals)
         return _serve_joined(config, console, signals)
@@ -96,6 +106,12 @@ def serve(config: DeployConfig, user: Settings, console: Console) -> int:
 def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals: StopSignals) -> int:
     check_port(config.serving.host, config.serving.port)
     use_haproxy = ray_local.choose_haproxy(config.serving.proxy)
+    if (num_files := raise_file_limit()) < MIN_OPEN_FILES:
+        console.print(
+            f"Only {num_files} files may be open in a process (ulimit -n): about {num_files // 3} streams at once are "
+            f"possible here. Allow {MIN_OPEN_FILES} for more.",
+            highlight=False,
+        )
     if others := running_rays():
         console.print(
             f"A Ray runs here already (process {others[0]}). Manta starts one of its own beside it and leaves the "

@@ -66,6 +66,15 @@ class SchedulerConfig(Section):
     max_num_waiting: int = Field(
         default=1024, ge=0, description="requests that may wait in the engine; more are refused"
     )
+    tpot_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="a step with decodes takes only so many prompt tokens that it is predicted to take no longer "
+        "(but some always); default: as many as fit, for throughput",
+    )
+    step_profiles: str | None = Field(
+        default=None, description="folder with profiles of `manta profile`, looked at before those of Manta itself"
+    )
 
 
 class ExecutionConfig(Section):
@@ -117,6 +126,19 @@ class EngineConfig(Section):
         if model is not None:
             overrides = {"model.model": model, **overrides}
         return with_overrides(cls(), overrides)
+
+
+def max_num_seqs_of(config: EngineConfig, device_type: str) -> int:
+    """Requests that run at once: as configured, else 1024 on CUDA and 256 elsewhere, within a step's tokens.
+
+    More rows a step cost nothing that fewer would save: weights are read once for all, the cache bounds admission
+    anyway, and requests that start earlier leave no tail of small steps.
+    """
+    scheduler = config.scheduler
+    if scheduler.max_num_seqs is not None:
+        return scheduler.max_num_seqs
+    usual = 1024 if device_type == "cuda" else 256
+    return min(usual, scheduler.max_num_batched_tokens or usual)
 
 
 def known_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -23,6 +23,7 @@ from .request import (
     RequestStatus,
     TokenLogprobs,
 )
+from .step_budget import StepBudget
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,14 @@ class Sequence:
 class Scheduler:
     """Continuous batching over one paged cache. One thread owns it."""
 
-    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, hasher: BlockHasher) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: PrefixCache, hasher: BlockHasher, budget: StepBudget | None = None
+    ) -> None:
+        """`budget` bounds the prompt tokens of a step that also decodes; None: whatever the limits leave room for."""
         self.limits = limits
         self.cache = cache
         self._hasher = hasher
+        self._budget = budget
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: list[Sequence] = []  # by order: the last is the first to be preempted
@@ -143,11 +148,16 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now."""
         step = _Step(self.limits.max_num_batched_tokens)
+        prefills = []
         for sequence in list(self._running):  # decodes first: running streams never wait for prefills
-            if sequence.is_decoding and sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
+            if not sequence.is_decoding:
+                prefills.append(sequence)
+            elif sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
                 self._schedule_decode(step, sequence)
-        for sequence in self._running:
-            if not sequence.is_decoding and sequence.num_to_compute and step.budget:
+        if self._budget is not None and step.rows:
+            self._bound_prefills(step, self._budget, prefills)
+        for sequence in prefills:
+            if sequence.num_to_compute and step.budget and sequence.status is RequestStatus.RUNNING:
                 self._schedule_tokens(step, sequence)
         self._admit(step)
         if not step.rows:
@@ -250,6 +260,13 @@ class Scheduler:
         sequence.num_tokens += 1
         sequence.num_in_flight += 1
         self._publish(sequence)
+
+    def _bound_prefills(self, step: _Step, budget: StepBudget, prefills: list[Sequence]) -> None:
+        """Leave the step, which holds its decodes, the budget that keeps it short enough for them."""
+        num_context_tokens = sum(row.start for row in step.rows) + len(step.rows)
+        start = prefills[0].num_computed if prefills else 0
+        most = budget.prefill_tokens(len(step.rows), num_context_tokens, prefill_start=start)
+        step.budget = min(step.budget, most)
 
     def _admit(self, step: _Step) -> None:
         while self._waiting and step.budget and self._free_slots:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from .config import EngineConfig
+from .config import EngineConfig, max_num_seqs_of
 from .core import EngineCore
 from .errors import ConfigError
 from .model_shape import ModelShape
@@ -16,7 +17,16 @@ from .prefix_cache import BlockHasher, PrefixCache
 from .scheduler import Scheduler, SchedulerLimits
 from .sim import SimRunner, fixed_step_s
 from .stats import EngineInfo
-from .step_time import BYTES_PER_ELEMENT, StepShape, StepTimeModel, hardware_named
+from .step_budget import StepBudget
+from .step_time import (
+    BYTES_PER_ELEMENT,
+    HARDWARE,
+    Hardware,
+    StepShape,
+    StepTimeModel,
+    hardware_named,
+    hardware_of,
+)
 
 Report = Callable[[str, float], None]
 """Called when a phase of start-up is over, with its name and seconds."""
@@ -53,9 +63,12 @@ class _Device:
     num_blocks: int
     block_size: int
     max_model_len: int
+    max_num_seqs: int
     max_num_batched_tokens: int
     memory_ledger_bytes: dict[str, int]
     notes: tuple[str, ...]
+    predict: Callable[[StepShape], float] | None
+    """Seconds of a step; None on a device of unknown speed."""
 
 
 def start_engine(config: EngineConfig, report: Report = lambda name, seconds: None) -> EngineCore:
@@ -70,14 +83,14 @@ def start_engine(config: EngineConfig, report: Report = lambda name, seconds: No
     device = _simulated(config, shape) if config.device.startswith("sim") else _real(config, source, shape, phases)
     if config.device.startswith("sim"):
         phases.end("simulated device")
-    if device.max_num_batched_tokens < config.scheduler.max_num_seqs:
+    if device.max_num_batched_tokens < device.max_num_seqs:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens = {device.max_num_batched_tokens}: must be at least "
-            f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs}, so that every running request can decode",
+            f"scheduler.max_num_seqs = {device.max_num_seqs}, so that every running request can decode",
             field="scheduler.max_num_batched_tokens",
         )
     limits = SchedulerLimits(
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=device.max_num_seqs,
         max_num_batched_tokens=device.max_num_batched_tokens,
         max_num_waiting=config.scheduler.max_num_waiting,
         max_model_len=device.max_model_len,
@@ -86,7 +99,7 @@ def start_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     hasher = BlockHasher(device.block_size, domain=source.name)
-    scheduler = Scheduler(limits, PrefixCache(device.num_blocks), hasher)
+    scheduler = Scheduler(limits, PrefixCache(device.num_blocks), hasher, _step_budget(config, device))
     info = EngineInfo(
         model_name=config.model.served_model_name or source.name,
         max_model_len=device.max_model_len,
@@ -110,11 +123,34 @@ def _length_note(asked: int | None, trained: int) -> list[str]:
     return [f"max_model_len = {asked} was asked for, but the model knows {trained} positions"]
 
 
+def _step_budget(config: EngineConfig, device: _Device) -> StepBudget | None:
+    target_ms = config.scheduler.tpot_target_ms
+    if target_ms is None:
+        return None
+    if device.predict is None:
+        raise ConfigError(
+            f"scheduler.tpot_target_ms = {target_ms:g}: how long steps take on {device.name} is not known, only on "
+            f"{', '.join(sorted(HARDWARE))}; leave it out here",
+            field="scheduler.tpot_target_ms",
+        )
+    return StepBudget(device.predict, target_s=target_ms / 1e3, max_tokens=device.max_num_batched_tokens)
+
+
+def _step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel:
+    """Measured here, measured elsewhere on the same GPU, or from the peaks alone."""
+    folder = config.scheduler.step_profiles
+    return StepTimeModel.known(shape, hardware, dtype=dtype, profile_folders=[] if folder is None else [Path(folder)])
+
+
 def _real(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> _Device:
+    import torch
+
     from .model_runner import build_model_runner
 
     phases.end("import")
     built = build_model_runner(config, source, shape, report=phases.add)
+    name = torch.cuda.get_device_name(built.device) if built.device.type == "cuda" else built.device.type
+    hardware = hardware_of(name)
     return _Device(
         runner=built.runner,
         name=str(built.device),
@@ -122,9 +158,11 @@ def _real(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: 
         num_blocks=built.num_blocks,
         block_size=built.block_size,
         max_model_len=built.max_model_len,
+        max_num_seqs=max_num_seqs_of(config, built.device.type),
         max_num_batched_tokens=built.max_num_batched_tokens,
         memory_ledger_bytes=built.memory_ledger_bytes,
         notes=built.notes,
+        predict=None if hardware is None else _step_times(config, shape, hardware, built.dtype).predict,
     )
 
 
@@ -133,7 +171,7 @@ def _simulated(config: EngineConfig, shape: ModelShape) -> _Device:
     name = "h200" if step_s is not None else config.device.partition(":")[2] or "h200"
     hardware = hardware_named(name)
     dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
-    model = StepTimeModel.known(shape, hardware, dtype=dtype)
+    model = _step_times(config, shape, hardware, dtype)
     weight_bytes = shape.num_parameters * BYTES_PER_ELEMENT[dtype]
     block_size = config.cache.block_size or 64
     block_bytes = model.kv_bytes_per_token * block_size
@@ -174,7 +212,9 @@ def _simulated(config: EngineConfig, shape: ModelShape) -> _Device:
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs_of(config, "cuda"),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 8192,
         memory_ledger_bytes={"weights": weight_bytes, "kv_cache": num_blocks * block_bytes},
         notes=tuple(notes),
+        predict=predict,
     )

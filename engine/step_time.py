@@ -49,6 +49,12 @@ def hardware_named(name: str) -> Hardware:
         raise ConfigError(f"device: no figures for {name!r}; known are {known}", field="device") from None
 
 
+def hardware_of(device: str) -> Hardware | None:
+    """Peaks of a device by its full name (`NVIDIA H200`, `sim:h200`); None for one without figures."""
+    words = device.lower().replace(":", " ").replace("-", " ").split()
+    return next((hardware for name, hardware in HARDWARE.items() if name in words), None)
+
+
 @dataclass(frozen=True)
 class StepShape:
     """What a step computes. Tokens unless named otherwise."""

@@ -11,7 +11,6 @@ from manta.bench.yardsticks import (
     Yardsticks,
     batch_work,
     decode_work,
-    hardware_of,
     headline_table,
     prefill_work,
     shared_prefix_work,
@@ -41,13 +40,6 @@ def test_vllm_s_figures_are_for_one_model_in_one_dtype_on_one_device() -> None:
     other_sizes = Yardsticks.of(LLAMA_8B, dtype="bfloat16", device="NVIDIA H200", are_usual_sizes=False)
     assert not other_sizes.vllm
     assert other_sizes.model is not None
-
-
-def test_peaks_are_found_by_the_device_s_name() -> None:
-    assert hardware_of("NVIDIA H200") == hardware_of("sim:h200")
-    assert hardware_of("NVIDIA A100-SXM4-80GB") is not None
-    assert hardware_of("cpu") is None
-    assert hardware_of("sim:20ms") is None
 
 
 def test_ratios_to_both_yardsticks() -> None:

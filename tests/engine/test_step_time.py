@@ -4,7 +4,7 @@ import pytest
 
 from manta.engine.errors import ConfigError
 from manta.engine.model_shape import ModelShape
-from manta.engine.step_time import StepShape, StepTimeModel, hardware_named
+from manta.engine.step_time import StepShape, StepTimeModel, hardware_named, hardware_of
 
 LLAMA_8B = ModelShape(
     architecture="LlamaForCausalLM",
@@ -69,3 +69,10 @@ def test_nothing_is_predicted_to_be_faster_than_the_floor(model: StepTimeModel):
         StepShape(num_prefill_tokens=100, num_decode_seqs=7, num_decode_context_tokens=70, num_prefill_pairs=5050),
     ):
         assert model.predict(step) > model.floor(step) > 0
+
+
+def test_peaks_are_found_by_the_device_s_name():
+    assert hardware_of("NVIDIA H200") == hardware_of("sim:h200")
+    assert hardware_of("NVIDIA A100-SXM4-80GB") is not None
+    assert hardware_of("cpu") is None
+    assert hardware_of("sim:20ms") is None
