@@ -1,18 +1,21 @@
 """Attention of one query a sequence over the paged cache, with the keys split over programs (flash decoding).
 
-Knows the cache's layout [num_blocks, block_size, kv_heads, head_dim], no model and no scheduler.
+Knows the cache's layout [num_blocks, block_size, kv_heads, head_dim], no model and no scheduler. Which program takes
+which keys is said by kernels/decode_schedule; partial results are put together by kernels/merge_parts.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from . import runtime
+from . import decode_schedule, runtime
+from .decode_schedule import DecodeConfig, DecodeShape, DecodeWorkspace, find_part
+from .merge_parts import launch_merge, merge_group
 from .runtime import jit
+
+LOG2_E = 1.4426950408889634
 
 
 def attention_decode_reference(
@@ -108,30 +111,19 @@ def _grouped_attention(
     return attended.reshape(num_rows, num_heads, head_dim)
 
 
-@dataclass(frozen=True)
-class DecodeWorkspace:
-    """Partial results of split sequences, allocated once so that captured graphs find them in the same place."""
-
-    partial: torch.Tensor
-    """[max_num_seqs * heads * splits, head_dim] fp32 at its fullest; every launch uses a prefix."""
-    log_sum: torch.Tensor
-    """One base-2 log-sum-exp per row of `partial`."""
-
-    @staticmethod
-    def allocate(
-        *, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> DecodeWorkspace:
-        """Room for every batch of 1 to `max_num_seqs` sequences (small batches take the most splits)."""
-        multiprocessors = runtime.num_multiprocessors(device)
-        rows = max(n * runtime.decode_splits(n, num_kv_heads, multiprocessors) for n in range(1, max_num_seqs + 1))
-        rows *= num_heads
-        return DecodeWorkspace(
-            torch.empty((rows, head_dim), dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-        )
-
-
 @jit
+def page_of(table_row, index, INLINE_PTX: tl.constexpr):
+    """Read one block id."""
+    if INLINE_PTX:
+        page = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [table_row + index], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        page = tl.load(table_row + index)
+    return page.to(tl.int64)
+
+
+@jit(do_not_specialize=["num_seqs", "fill", "percent"])
 def _attention_decode_kernel(
     q_ptr,
     key_cache_ptr,
@@ -139,34 +131,57 @@ def _attention_decode_kernel(
     block_table_ptr,
     table_rows_ptr,
     seq_lens_ptr,
+    members_ptr,
+    num_shared_ptr,
     out_ptr,
     partial_ptr,
     log_sum_ptr,
+    records_ptr,
+    arrivals_ptr,
     scale_log2,
     q_stride,
     q_head_stride,
     out_stride,
     out_head_stride,
     table_stride,
-    num_kv_heads,
+    num_seqs,
+    fill,
+    percent,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    INLINE_PTX: tl.constexpr,
+    MERGES_APART: tl.constexpr,
 ):
-    """One program: one sequence, one KV head with its group of query heads, one part of the keys."""
+    """One program: one part of one sequence, one KV head with its group of query heads.
+
+    The only part of a sequence writes its output. Others leave partial results, merged by the part that is done last
+    or, MERGES_APART, by a kernel of its own. With `members_ptr`, the keys of a member start behind the shared prefix
+    and its parts always leave partial results.
+    """
     pid_kv = tl.program_id(0)
-    pid_split = tl.program_id(1)
-    pid_seq = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + pid_seq)
-    if seq_len == 0:
+    pid_part = tl.program_id(1)
+    num_shared = pid_kv * 0
+    if members_ptr is not None:
+        num_shared = tl.load(num_shared_ptr)
+    seq, first_part, num_parts = find_part(
+        pid_part, seq_lens_ptr, members_ptr, num_shared, num_seqs, fill, percent, TILE, BLOCK_SEQS
+    )
+    if seq >= num_seqs:
         return
-    tiles_per_split = tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS)
-    begin = pid_split * tiles_per_split * TILE
-    end = tl.minimum(begin + tiles_per_split * TILE, seq_len)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    if members_ptr is not None:
+        num_shared = tl.where(tl.load(members_ptr + seq) != 0, num_shared, 0)
+    part = pid_part - first_part
+    num_tiles = tl.cdiv(seq_len - num_shared, TILE)
+    begin = num_shared + part * num_tiles // num_parts * TILE
+    end = tl.minimum(num_shared + (part + 1) * num_tiles // num_parts * TILE, seq_len)
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -174,78 +189,83 @@ def _attention_decode_kernel(
     mask_m = offs_m < GROUP
     mask_d = offs_d < HEAD_DIM
     head = pid_kv * GROUP + offs_m
-    q_offset = pid_seq.to(tl.int64) * q_stride + head[:, None] * q_head_stride + offs_d[None, :]
+    q_offset = seq.to(tl.int64) * q_stride + head[:, None] * q_head_stride + offs_d[None, :]
     q = tl.load(q_ptr + q_offset, mask=mask_m[:, None] & mask_d[None, :], other=0.0)  # [group, dim]
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    slot_stride = num_kv_heads * HEAD_DIM
-    table_row_id = pid_seq if table_rows_ptr is None else tl.load(table_rows_ptr + pid_seq)
+    acc = tl.zeros([BLOCK_D, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_D], tl.float32)
+    SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+    table_row_id = seq if table_rows_ptr is None else tl.load(table_rows_ptr + seq)
     table_row = block_table_ptr + table_row_id.to(tl.int64) * table_stride
+    last_page = (seq_len - 1) // PAGE
+    offs_kv = (pid_kv * HEAD_DIM + offs_d)[None, :]
     for start in range(begin, end, TILE):
         key_pos = start + offs_tile
         mask_key = key_pos < end
         if PAGE % TILE == 0:  # a tile lies inside one page
-            block = tl.load(table_row + start // PAGE).to(tl.int64)
-            slot = block * PAGE + (start % PAGE + offs_tile)  # pyright: ignore[reportOperatorIssue]
+            # The pipeliner runs ahead of the loop's end: the index is clamped so that it stays in the table's row.
+            page = page_of(table_row, tl.minimum(start // PAGE, last_page), INLINE_PTX)
+            tile_begin = (page * PAGE + start % PAGE) * SLOT  # pyright: ignore[reportOperatorIssue]
+            k_ptrs = key_cache_ptr + tile_begin + (offs_tile[:, None] * SLOT + offs_kv)
+            v_ptrs = value_cache_ptr + tile_begin + (offs_tile[:, None] * SLOT + offs_kv)
         else:
-            block = tl.load(table_row + key_pos // PAGE, mask=mask_key, other=0).to(tl.int64)
-            slot = block * PAGE + key_pos % PAGE
-        kv_offset = slot[:, None] * slot_stride + (pid_kv * HEAD_DIM + offs_d)[None, :]
-        mask_kv = mask_key[:, None] & mask_d[None, :]
-        k = tl.load(key_cache_ptr + kv_offset, mask=mask_kv, other=0.0)  # [tile, dim]
-        v = tl.load(value_cache_ptr + kv_offset, mask=mask_kv, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [group, tile]
-        scores = tl.where(mask_key[None, :], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        rescale = tl.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            page = tl.load(table_row + key_pos // PAGE, mask=mask_key, other=0).to(tl.int64)
+            slot = page * PAGE + key_pos % PAGE
+            k_ptrs = key_cache_ptr + (slot[:, None] * SLOT + offs_kv)
+            v_ptrs = value_cache_ptr + (slot[:, None] * SLOT + offs_kv)
+        mask_kv = mask_key[:, None]
+        if BLOCK_D != HEAD_DIM:
+            mask_kv = mask_kv & mask_d[None, :]
+        k = tl.load(k_ptrs, mask=mask_kv, other=0.0)  # [tile, dim]
+        v = tl.load(v_ptrs, mask=mask_kv, other=0.0)
+        if SWAPPED:
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2  # [tile, group]
+            scores = tl.where(mask_key[:, None], scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, 0))
+            weights = tl.exp2(scores - new_max[None, :])
+            rescale = tl.exp2(running_max - new_max)
+            running_sum = running_sum * rescale + tl.sum(weights, 0)
+            acc = acc * rescale[None, :]
+            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [group, tile]
+            scores = tl.where(mask_key[None, :], scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_max[:, None])
+            rescale = tl.exp2(running_max - new_max)
+            running_sum = running_sum * rescale + tl.sum(weights, 1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         running_max = new_max
 
+    if SWAPPED:
+        acc = tl.trans(acc)
+    acc = acc / running_sum[:, None]
     mask_out = mask_m[:, None] & mask_d[None, :]
-    if SPLITS == 1:
-        out_offset = pid_seq.to(tl.int64) * out_stride + head[:, None] * out_head_stride + offs_d[None, :]
-        tl.store(out_ptr + out_offset, (acc / running_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask_out)
+    out_offset = seq.to(tl.int64) * out_stride + head[:, None] * out_head_stride + offs_d[None, :]
+    if num_parts == 1 and num_shared == 0:
+        tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
+        if MERGES_APART and pid_kv == 0:
+            tl.store(records_ptr + seq * 4 + 1, 1)
     else:
-        # A part without keys keeps sum 0 and log-sum -inf; the reduction gives it no weight.
-        row = (pid_seq.to(tl.int64) * num_kv_heads * GROUP + head) * SPLITS + pid_split
-        safe_sum = tl.where(running_sum == 0.0, 1.0, running_sum)
-        tl.store(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], acc / safe_sum[:, None], mask=mask_out)
-        tl.store(log_sum_ptr + row, running_max + tl.log2(safe_sum), mask=mask_m)
-
-
-@jit
-def _reduce_splits_kernel(
-    partial_ptr,
-    log_sum_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    out_stride,
-    out_head_stride,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program: one sequence and head; the parts' outputs weighted by their share of the softmax's denominator."""
-    pid_head = tl.program_id(0)
-    pid_seq = tl.program_id(1)
-    if tl.load(seq_lens_ptr + pid_seq) == 0:
-        return
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    row = (pid_seq.to(tl.int64) * num_heads + pid_head) * SPLITS + tl.arange(0, SPLITS)
-    log_sum = tl.load(log_sum_ptr + row)  # [splits]
-    weight = tl.exp2(log_sum - tl.max(log_sum, 0))
-    weight = weight / tl.sum(weight, 0)
-    partial = tl.load(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], mask=mask_d[None, :], other=0.0)
-    out = tl.sum(partial * weight[:, None], 0)
-    out_offset = pid_seq.to(tl.int64) * out_stride + pid_head * out_head_stride
-    tl.store(out_ptr + out_offset + offs_d, out.to(out_ptr.dtype.element_ty), mask=mask_d)
+        row = pid_part.to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_out)
+        tl.store(log_sum_ptr + row, running_max + tl.log2(running_sum), mask=mask_m)
+        if MERGES_APART:
+            if part == 0 and pid_kv == 0:
+                tl.store(records_ptr + seq * 4, first_part)
+                tl.store(records_ptr + seq * 4 + 1, num_parts)
+        else:
+            tl.debug_barrier()  # all threads' results are written before the arrival is
+            arrival = arrivals_ptr + seq * KV_HEADS + pid_kv
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(arrival, 0)
+                first_row = first_part.to(tl.int64) * (KV_HEADS * GROUP) + head
+                merged = merge_group(
+                    partial_ptr, log_sum_ptr, first_row, KV_HEADS * GROUP, num_parts, mask_m, HEAD_DIM, BLOCK_M, BLOCK_D
+                )
+                tl.store(out_ptr + out_offset, merged.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
 def attention_decode(
@@ -271,22 +291,17 @@ def attention_decode(
     for (the block table must cover it).
     """
     num_seqs, num_heads, head_dim = q.shape
-    page_size, num_kv_heads = key_cache.shape[1:3]
+    page, num_kv_heads = key_cache.shape[1:3]
     assert num_heads % num_kv_heads == 0
-    assert max_seq_len <= block_table.shape[1] * page_size
+    assert max_seq_len <= block_table.shape[1] * page
     if not runtime.use_triton(q):
         return attention_decode_reference(q, key_cache, value_cache, block_table, seq_lens, scale, out, table_rows)
-    assert key_cache.is_contiguous()
-    assert value_cache.is_contiguous()
-    assert block_table.stride(1) == 1
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    assert q.stride(2) == 1
-    assert out.stride(2) == 1
     if num_seqs == 0:
         return out
-    group = num_heads // num_kv_heads
-    splits = runtime.decode_splits(num_seqs, num_kv_heads, runtime.num_multiprocessors(q.device))
-    if splits > 1 and workspace is None:
+    shape = DecodeShape(num_kv_heads, num_heads // num_kv_heads, head_dim, q.element_size(), page)
+    config = decode_schedule.decode_config(num_seqs, shape, q.device)
+    if workspace is None:
         workspace = DecodeWorkspace.allocate(
             max_num_seqs=num_seqs,
             num_heads=num_heads,
@@ -294,48 +309,74 @@ def attention_decode(
             head_dim=head_dim,
             device=q.device,
         )
-    assert splits == 1 or (workspace is not None and workspace.log_sum.numel() >= num_seqs * num_heads * splits)
-    tiles = runtime.decode_tiles(head_dim=head_dim, itemsize=q.element_size(), group_size=group)
-    _attention_decode_kernel[(num_kv_heads, splits, num_seqs)](
+    launch_parts(
+        q, key_cache, value_cache, block_table, seq_lens, scale, out,
+        workspace=workspace, table_rows=table_rows, shape=shape, config=config,
+    )  # fmt: skip
+    if config.merges_apart:
+        launch_merge(seq_lens, out, workspace=workspace, shape=shape)
+    return out
+
+
+def launch_parts(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    workspace: DecodeWorkspace,
+    table_rows: torch.Tensor | None,
+    shape: DecodeShape,
+    config: DecodeConfig,
+    members: torch.Tensor | None = None,
+    num_shared: torch.Tensor | None = None,
+) -> None:
+    """Attend to every sequence's keys, from `num_shared` [1] on where `members` [seqs] is not 0."""
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
+    assert block_table.stride(1) == 1
+    assert q.stride(2) == 1
+    assert out.stride(2) == 1
+    num_seqs = q.shape[0]
+    num_parts = num_seqs + config.spare(num_seqs)
+    workspace.check(num_seqs, num_parts * q.shape[1], shape.num_kv_heads)
+    _attention_decode_kernel[(shape.num_kv_heads, num_parts)](
         q,
         key_cache,
         value_cache,
         block_table,
         table_rows,
         seq_lens,
+        members,
+        num_shared,
         out,
-        workspace.partial if splits > 1 and workspace is not None else None,
-        workspace.log_sum if splits > 1 and workspace is not None else None,
-        scale * 1.4426950408889634,
+        workspace.partial,
+        workspace.log_sum,
+        workspace.records,
+        workspace.arrivals,
+        scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         out.stride(0),
         out.stride(1),
         block_table.stride(0),
-        num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PAGE=page_size,
-        SPLITS=splits,
-        BLOCK_M=tiles.block_m,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        TILE=tiles.tile,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_seqs,
+        config.fill,
+        config.percent,
+        KV_HEADS=shape.num_kv_heads,
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        PAGE=shape.page,
+        BLOCK_SEQS=decode_schedule.block_seqs(num_seqs),
+        BLOCK_M=max(16, triton.next_power_of_2(shape.group)),
+        BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
+        TILE=config.tile,
+        SWAPPED=config.swapped,
+        INLINE_PTX=config.inline_ptx and runtime.has_inline_ptx(q),
+        MERGES_APART=config.merges_apart,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
-    if splits > 1:
-        assert workspace is not None
-        _reduce_splits_kernel[(num_heads, num_seqs)](
-            workspace.partial,
-            workspace.log_sum,
-            seq_lens,
-            out,
-            out.stride(0),
-            out.stride(1),
-            num_heads,
-            HEAD_DIM=head_dim,
-            SPLITS=splits,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            num_warps=1,
-        )
-    return out

@@ -96,17 +96,6 @@ class AttentionTiles:
     num_stages: int
 
 
-def decode_tiles(*, head_dim: int, itemsize: int, group_size: int) -> AttentionTiles:
-    """One query a sequence: the heads that share a KV head are the rows (at least 16, what a matrix instruction takes).
-
-    64 keys, 4 warps and 3 stages read 84 to 93 % of an H200's bandwidth at 32k KV tokens and more.
-    """
-    block_m = max(16, triton.next_power_of_2(group_size))
-    if itemsize > 2:
-        return AttentionTiles(block_m, 32 if head_dim <= 64 else 16, 4, 2)
-    return AttentionTiles(block_m, 64 if head_dim <= 128 else 32, 4, 3)
-
-
 def prefill_tiles(*, head_dim: int, itemsize: int, group_size: int, capability: int) -> AttentionTiles:
     """Many queries a sequence: 64 rows of (token, head of the group), so that two programs share a multiprocessor.
 
@@ -127,12 +116,3 @@ def capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def decode_splits(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Parts into which each sequence's keys are split so that small batches fill the device: a power of two up to 16.
-
-    A function of the padded batch alone, never of lengths, so that a captured graph stays valid.
-    """
-    wanted = 2 * multiprocessors // max(1, num_seqs * num_kv_heads)
-    return min(16, 1 << max(0, wanted.bit_length() - 1))

@@ -1,7 +1,7 @@
 """Every kernel compiled ahead of time, without a GPU: no spills, fits shared memory, the expected matrix instructions.
 
 sm_90 gets one 16-bit and one fp32 configuration a kernel, sm_80 and sm_100 the 16-bit one; MANTA_AOT=full (`make aot`)
-adds page sizes, head sizes and fp32 there. Cannot share a process with the interpreter.
+adds page sizes, head sizes and fp32. Prefill attention has its own file. Cannot share a process with the interpreter.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from triton.compiler import ASTSource
 from manta.kernels import (
     activation,
     attention_decode,
-    attention_prefill,
+    attention_shared_prefix,
+    decode_schedule,
     gemm,
     gemm_skinny,
     gemv,
     kv_cache,
     linear,
+    merge_parts,
     rmsnorm,
     rope,
     runtime,
     sampling,
     sampling_rounds,
 )
+from manta.kernels.decode_schedule import DecodeConfig, DecodeShape
 
 pytestmark = pytest.mark.aot
 
@@ -61,55 +64,80 @@ class Config:
 
 def attention_types(names: str) -> dict[str, str]:
     pointers = dict.fromkeys(("q_ptr", "key_cache_ptr", "value_cache_ptr", "out_ptr"), "*{dtype}")
-    pointers |= dict.fromkeys(("block_table_ptr", "table_rows_ptr", "seq_lens_ptr", "query_start_ptr"), "*i32")
+    int32 = "block_table table_rows table_row seq_lens query_start members num_shared records arrivals"
+    pointers |= {f"{name}_ptr": "*i32" for name in int32.split()}
     pointers |= dict.fromkeys(("partial_ptr", "log_sum_ptr"), "*fp32") | {"scale_log2": "fp32"}
     return {name: pointers.get(name, "i32") for name in names.split()}
 
 
-def decode_config(dtype: str, *, splits: int, dim: int = 128, page: int = 64, heads: int = 32, kv: int = 8) -> Config:
-    tiles = runtime.decode_tiles(head_dim=dim, itemsize=ITEM_SIZE[dtype], group_size=heads // kv)
+def decode_shape(dtype: str, dim: int, page: int, heads: int, kv: int) -> DecodeShape:
+    return DecodeShape(kv, heads // kv, dim, ITEM_SIZE[dtype], page)
+
+
+def decode_config(shape: DecodeShape, num_seqs: int, config: DecodeConfig, *, shares: bool = False) -> Config:
+    kernel = attention_decode._attention_decode_kernel
     constants = {
-        "GROUP": heads // kv, "HEAD_DIM": dim, "PAGE": page, "SPLITS": splits, "BLOCK_M": tiles.block_m,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile,
+        "KV_HEADS": shape.num_kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "PAGE": shape.page,
+        "BLOCK_SEQS": decode_schedule.block_seqs(num_seqs), "BLOCK_M": max(16, triton.next_power_of_2(shape.group)),
+        "BLOCK_D": max(16, triton.next_power_of_2(shape.head_dim)), "TILE": config.tile, "SWAPPED": config.swapped,
+        "INLINE_PTX": config.inline_ptx, "MERGES_APART": config.merges_apart or shares,
     }  # fmt: skip
-    if splits == 1:
-        constants |= {"partial_ptr": None, "log_sum_ptr": None}
+    if not shares:
+        constants |= {"members_ptr": None, "num_shared_ptr": None}
+    how = "-".join(name for name in ("swapped", "inline_ptx", "merges_apart") if getattr(config, name))
     return Config(
-        f"decode-d{dim}-p{page}-g{heads // kv}-s{splits}",
-        attention_decode._attention_decode_kernel,
-        attention_types(
-            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr table_rows_ptr seq_lens_ptr out_ptr partial_ptr "
-            "log_sum_ptr scale_log2 q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads"
-        ),
+        f"decode-d{shape.head_dim}-p{shape.page}-g{shape.group}-b{num_seqs}-t{config.tile}-w{config.num_warps}"
+        f"-s{config.num_stages}-{how}{'-shares' if shares else ''}",
+        kernel,
+        attention_types(" ".join(kernel.arg_names)),
         constants,
-        tiles.num_warps,
-        tiles.num_stages,
-        ("num_kv_heads", "scale_log2"),
+        config.num_warps,
+        config.num_stages,
+        ("num_seqs", "fill", "percent", "scale_log2"),
     )
 
 
-def prefill_config(
+def decode_configs(
     dtype: str, capability: int, *, dim: int = 128, page: int = 64, heads: int = 32, kv: int = 8
-) -> Config:
-    tiles = runtime.prefill_tiles(
-        head_dim=dim, itemsize=ITEM_SIZE[dtype], group_size=heads // kv, capability=capability
-    )
-    return Config(
-        f"prefill-d{dim}-p{page}-g{heads // kv}",
-        attention_prefill._attention_prefill_kernel,
-        attention_types(
-            "q_ptr key_cache_ptr value_cache_ptr block_table_ptr table_rows_ptr query_start_ptr seq_lens_ptr out_ptr "
-            "scale_log2 q_stride q_head_stride out_stride out_head_stride table_stride num_kv_heads num_seqs"
-        ),
-        {
-            "GROUP": heads // kv, "HEAD_DIM": dim, "PAGE": page, "BLOCK_M": tiles.block_m,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile, "INLINE_PTX": True,
-        },
-        tiles.num_warps,
-        tiles.num_stages,
-        ("num_kv_heads", "num_seqs", "scale_log2"),
-        expects_wgmma=dtype != "fp32",
+) -> list[Config]:
+    """Distinct ones of the defaults and, for the device that has tables, of those; with the shared prefix."""
+    shape = decode_shape(dtype, dim, page, heads, kv)
+    device_tables = runtime.tuned_tables("NVIDIA H200") if capability == 90 else {}
+    entries = device_tables.get("attention_decode", {}).get(shape.key, [])
+    chosen = [(entry.get("rows", 1024), decode_schedule.config_of(entry)) for entry in entries]
+    chosen += [(rows, decode_schedule.default_config(rows, shape, 132)) for rows in (1, 16, 256)]
+    configs = [decode_config(shape, rows, config) for rows, config in chosen]
+    configs.append(decode_config(shape, *chosen[-1], shares=True))
+    tiles = decode_schedule.default_prefix_tiles(shape)
+    prefix = attention_shared_prefix._shared_prefix_kernel
+    configs.append(
+        Config(
+            f"shared-prefix-d{dim}-p{page}-g{heads // kv}",
+            prefix,
+            attention_types(" ".join(prefix.arg_names)),
+            {
+                "KV_HEADS": kv, "GROUP": shape.group, "HEAD_DIM": dim, "PAGE": page, "BLOCK_SEQS": 128,
+                "BLOCK_GROUP": triton.next_power_of_2(shape.group), "BLOCK_M": tiles.block_m,
+                "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile, "INLINE_PTX": True,
+            },
+            tiles.num_warps,
+            tiles.num_stages,
+            ("num_seqs", "num_slots", "scale_log2"),
+            expects_wgmma=dtype != "fp32",
+        )
     )  # fmt: skip
+    return list({config.name: config for config in configs}.values())
+
+
+def merge_configs() -> list[Config]:
+    kernel = merge_parts._merge_kernel
+    sizes = {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16}
+    none = {"members_ptr": None, "num_shared_ptr": None}
+    types = attention_types(" ".join(kernel.arg_names))
+    return [
+        Config("merge_parts", kernel, types, sizes | none | {"PREFIX_ROWS": 0}, num_warps=1),
+        Config("merge_parts-shares", kernel, types, sizes | {"PREFIX_ROWS": 64}, num_warps=1),
+    ]
 
 
 def small_configs(capability: int) -> list[Config]:
@@ -172,11 +200,6 @@ def small_configs(capability: int) -> list[Config]:
             "copy_blocks", kv_cache._copy_blocks_kernel,
             {"cache_ptr": "*{dtype}", "src_ids_ptr": "*i64", "dst_ids_ptr": "*i64", "block_elements": "i32"},
             {"BLOCK": 2048},
-        ),
-        Config(
-            "reduce_splits", attention_decode._reduce_splits_kernel,
-            attention_types("partial_ptr log_sum_ptr seq_lens_ptr out_ptr out_stride out_head_stride num_heads"),
-            {"HEAD_DIM": 128, "SPLITS": 16, "BLOCK_D": 128}, num_warps=1,
         ),
         sampling_config(
             "chunk", sampling._chunk_kernel, 4, {"DRAWS": True, "CHUNK": sampling._CHUNK}
@@ -255,18 +278,16 @@ def matrix() -> list[Any]:
     cases: list[tuple[Config, str, int]] = []
     for capability in (90, 80, 100):
         for dtype in ("bf16", "fp32") if capability == 90 or FULL else ("bf16",):
-            configs = [prefill_config(dtype, capability), decode_config(dtype, splits=1)]
-            if capability == 90 or FULL:
-                configs += [decode_config(dtype, splits=16), *small_configs(capability)]
-            if dtype == "bf16" and capability != 90 and not FULL:
+            configs = decode_configs(dtype, capability)
+            if dtype == "bf16" or capability == 90 or FULL:
                 configs += small_configs(capability)
+            if dtype == "bf16":
+                configs += merge_configs()
             if dtype != "fp32":
                 configs += linear_configs(capability)
             if FULL:
                 for page, dim, heads, kv in ((16, 128, 32, 8), (32, 128, 32, 8), (16, 64, 9, 3), (64, 256, 16, 2)):
-                    configs.append(prefill_config(dtype, capability, dim=dim, page=page, heads=heads, kv=kv))
-                    configs.append(decode_config(dtype, splits=4, dim=dim, page=page, heads=heads, kv=kv))
-                configs.append(prefill_config(dtype, capability, dim=96, heads=32, kv=32))
+                    configs += decode_configs(dtype, capability, dim=dim, page=page, heads=heads, kv=kv)
             cases += [(config, dtype, capability) for config in configs]
     return [pytest.param(*case, id=f"{case[0]}-{case[1]}-sm{case[2]}") for case in cases]
 

@@ -1,4 +1,4 @@
-"""Paged attention, prefill and decode: kernels against references, references against attention written out."""
+"""Paged attention: the prefill kernel against its reference, references against attention written out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from manta.kernels import attention_decode as decode
 from manta.kernels import attention_prefill as prefill
-from manta.kernels import kv_cache, runtime
+from manta.kernels import kv_cache
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -105,11 +105,6 @@ def prefill_reference(batch: Batch) -> torch.Tensor:
         )
 
 
-def decode_reference(batch: Batch) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return decode.attention_decode_reference(batch.q, *batch.paged, batch.seq_lens, batch.scale)
-
-
 def run_prefill(batch: Batch, out: torch.Tensor | None = None) -> torch.Tensor:
     queries = int(batch.query_start.diff().max())
     longest = int(batch.seq_lens.max())
@@ -164,28 +159,6 @@ def test_prefill_leaves_padding_alone(device: torch.device) -> None:
     assert out[4:].isnan().all()
 
 
-DECODE_CASES = [
-    Case(((1, 1), (1, 20), (1, 75))),
-    Case(((1, 100),), heads=4, kv_heads=4, page=32),
-    Case(((1, 70), (1, 64), (1, 129)), heads=8, kv_heads=2, page=64, dtype=F16),
-    Case(((1, 70), (1, 33)), heads=4, kv_heads=1, dim=128, page=64, dtype=BF16),
-    Case(((1, 50),), heads=4, kv_heads=2, dim=80, page=16, dtype=BF16),
-]
-GPU_DECODE_CASES = [
-    Case(((1, 1024),), 32, 8, 128, 64, BF16),
-    Case(((1, 33000),), 32, 8, 128, 64, BF16),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 32, 8, 128, 64, BF16),
-    Case(tuple((1, 1 + 31 * i) for i in range(64)), 32, 8, 128, 64, BF16),
-    Case(tuple((1, 1 + 31 * i) for i in range(64)), 32, 8, 128, 16, BF16),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 32, 8, 128, 32, F16),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 32, 8, 128, 64, F32),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 9, 3, 64, 16, F32),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 9, 3, 64, 64, BF16),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 16, 2, 256, 64, BF16),
-    Case(tuple((1, 1 + 97 * i) for i in range(8)), 32, 32, 96, 64, BF16),
-]
-
-
 def run_decode(batch: Batch, out: torch.Tensor | None = None) -> torch.Tensor:
     workspace = decode.DecodeWorkspace.allocate(
         max_num_seqs=len(batch.seq_lens),
@@ -198,75 +171,6 @@ def run_decode(batch: Batch, out: torch.Tensor | None = None) -> torch.Tensor:
     return decode.attention_decode(
         batch.q, *batch.paged, batch.seq_lens, batch.scale, out, workspace=workspace, max_seq_len=longest
     )
-
-
-@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-@pytest.mark.parametrize("case", with_gpu(DECODE_CASES, GPU_DECODE_CASES))
-def test_decode(case: Case, split: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not split:
-        monkeypatch.setattr(runtime, "decode_splits", lambda *_: 1)
-    elif device.type == "cpu":  # the interpreter runs programs one by one
-        monkeypatch.setattr(runtime, "decode_splits", lambda *_: 4)
-    batch = make_batch(case, device)
-    expected = decode_reference(batch)
-    assert expected.isfinite().all()
-    assert_close(run_decode(batch), expected, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype])
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_decode_skips_empty_rows(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "decode_splits", lambda *_: splits)
-    batch = make_batch(Case(((1, 5), (1, 40), (1, 3))), device)
-    batch.seq_lens[1] = 0
-    out = torch.full(batch.q.shape, torch.nan, device=device)
-    assert run_decode(batch, out) is out
-    assert out[[0, 2]].isfinite().all()
-    assert out[1].isnan().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_seqs", [1, 5, 64])
-def test_decode_graph_follows_its_inputs(num_seqs: int, device: torch.device) -> None:
-    """A captured launch serves other lengths, blocks and queries than the capture's, and rows of padding."""
-    lengths = tuple((1, 1 + 97 * row % 1500) for row in range(num_seqs))
-    first, second = (make_batch(Case(lengths[::step], 32, 8, 128, 64, BF16), device) for step in (1, -1))
-    workspace = decode.DecodeWorkspace.allocate(
-        max_num_seqs=num_seqs, num_heads=32, num_kv_heads=8, head_dim=128, device=device
-    )
-    caches = [first.key_cache.clone(), first.value_cache.clone()]
-    q, table, seq_lens = first.q.contiguous(), first.block_table.clone(), first.seq_lens.clone()
-    out = torch.full(q.shape, torch.nan, device=device, dtype=q.dtype)
-
-    def launch() -> None:
-        decode.attention_decode(
-            q,
-            caches[0],
-            caches[1],
-            table,
-            seq_lens,
-            first.scale,
-            out,
-            workspace=workspace,
-            max_seq_len=table.shape[1] * 64,
-        )
-
-    launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    for buffer, value in zip(
-        (*caches, q, table, seq_lens),
-        (second.key_cache, second.value_cache, second.q, second.block_table, second.seq_lens),
-        strict=True,
-    ):
-        buffer.copy_(value)
-    if num_seqs > 1:
-        seq_lens[num_seqs // 2] = 0
-    out.fill_(torch.nan)
-    graph.replay()
-    live = seq_lens > 0
-    assert_close(out[live], decode_reference(second)[live], rtol=2e-2, atol=2e-2)
-    assert out[~live].isnan().all()
 
 
 @pytest.mark.gpu
@@ -287,11 +191,6 @@ def test_caches_of_more_than_two_billion_elements(device: torch.device) -> None:
     assert_close(run_prefill(batch), expected, rtol=2e-2, atol=2e-2)
     one = Batch(q[-1:], *batch.paged, start, start[1:], batch.scale)
     assert_close(run_decode(one), expected[-1:], rtol=2e-2, atol=2e-2)
-
-
-def test_splits_are_powers_of_two_that_shrink_with_the_batch() -> None:
-    splits = [runtime.decode_splits(num_seqs, 8, 132) for num_seqs in (1, 2, 4, 8, 16, 32, 256)]
-    assert splits == [16, 16, 8, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize("page", [16, 32, 64])
