@@ -21,7 +21,7 @@ import triton
 from manta.engine.errors import ConfigError
 from manta.kernels import activation, kv_cache, rmsnorm, rope, sampling
 
-from . import kernel_decode, kernel_prefill
+from . import kernel_decode, kernel_linears, kernel_prefill
 from .kernel_timing import (
     HEADER,
     LLAMA_8B,
@@ -256,6 +256,7 @@ SECTIONS: dict[str, Section] = {
     "elementwise": bench_elementwise,
     "decode": kernel_decode.bench,
     "prefill": kernel_prefill.bench,
+    "linears": kernel_linears.bench,
     "sampling": bench_sampling,
 }
-TUNERS: dict[str, Tuner] = {}
+TUNERS: dict[str, Tuner] = {"linear": kernel_linears.tune}

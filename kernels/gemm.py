@@ -72,7 +72,7 @@ def _store_tile(
         _store_subtile(right, bias_ptr, out_desc, row, column + HALF, n_size, GATED, RESIDUAL, HALF)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows", "k_blocks_per_split"])
 def _gemm_kernel(
     x_desc,
     weight_desc,

@@ -43,10 +43,7 @@ def linear(
     """
     if not _has_kernels(x):
         return functional.linear(x, weight, bias)
-    tiles = choose("plain", x, weight, deterministic=deterministic)
-    if isinstance(tiles, GemvTiles):
-        return gemv(x, weight, bias, tiles=tiles)
-    return _product(x, weight, bias, tiles)
+    return apply(choose("plain", x, weight, deterministic=deterministic), x, weight, bias)
 
 
 def norm_linear(
@@ -62,9 +59,7 @@ def norm_linear(
     if not _has_kernels(x):
         return functional.linear(rms_norm(x, norm_weight, eps), weight, bias)
     tiles = choose("plain", x, weight, deterministic=deterministic)
-    if isinstance(tiles, GemvTiles):
-        return gemv(x, weight, bias, tiles=tiles, norm_weight=norm_weight, eps=eps)
-    return _product(rms_norm(x, norm_weight, eps), weight, bias, tiles)
+    return apply(tiles, x, weight, bias, norm_weight=norm_weight, eps=eps)
 
 
 def norm_gated_linear(
@@ -80,9 +75,7 @@ def norm_gated_linear(
     if not _has_kernels(x):
         return silu_and_mul(functional.linear(rms_norm(x, norm_weight, eps), weight, bias), interleaved=True)
     tiles = choose("gated", x, weight, deterministic=deterministic)
-    if isinstance(tiles, GemvTiles):
-        return gemv(x, weight, bias, tiles=tiles, norm_weight=norm_weight, eps=eps, gated=True)
-    return _product(rms_norm(x, norm_weight, eps), weight, bias, tiles, gated=True)
+    return apply(tiles, x, weight, bias, norm_weight=norm_weight, eps=eps, gated=True)
 
 
 def linear_add(
@@ -96,27 +89,34 @@ def linear_add(
     """residual [M, N] += x W^T + b, in place, for `x` [M, K] and `weight` [N, K]."""
     if not _has_kernels(x):
         residual.add_(functional.linear(x, weight, bias))
-        return
-    tiles = choose("add", x, weight, deterministic=deterministic)
-    if isinstance(tiles, GemvTiles):
-        gemv(x, weight, bias, tiles=tiles, residual=residual)
     else:
-        _product(x, weight, bias, tiles, residual=residual)
+        apply(choose("add", x, weight, deterministic=deterministic), x, weight, bias, residual=residual)
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
     return x.element_size() == 2 and runtime.use_triton(x)
 
 
-def _product(
+def apply(
+    tiles: Tiles | None,
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tiles: SkinnyTiles | GemmTiles | None,
+    bias: torch.Tensor | None = None,
     *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """The layer by one given kernel, None for the library; 16-bit types on the device. Specification: `gemv_reference`.
+
+    What a kernel has not fused is rounded to x's type in between: the normalized x except in `gemv`, and with the
+    library the gate and up.
+    """
+    if isinstance(tiles, GemvTiles):
+        return gemv(x, weight, bias, tiles=tiles, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     if isinstance(tiles, SkinnyTiles):
         return gemm_skinny(x, weight, bias, tiles=tiles, gated=gated, residual=residual)
     if isinstance(tiles, GemmTiles):
@@ -147,12 +147,13 @@ def choose(kind: str, x: torch.Tensor, weight: torch.Tensor, *, deterministic: b
         return None
     if deterministic:
         return DETERMINISTIC_TILES
-    tiles = _plan(kind, weight.shape[0], k_size, x.device).tiles_for(num_rows)
+    tiles = plan(kind, weight.shape[0], k_size, x.device).tiles_for(num_rows)
     return None if isinstance(tiles, GemmTiles) and not can_tile(x, weight.shape[0]) else tiles
 
 
 @cache
-def _plan(kind: str, n_size: int, k_size: int, device: torch.device) -> Plan:
+def plan(kind: str, n_size: int, k_size: int, device: torch.device) -> Plan:
+    """What layers of a kind and shape take on a device: its table's entry, or the default."""
     entries = runtime.tuned_table("linear", device).get(f"{kind} {n_size}x{k_size}")
     if entries is None:
         return default_plan(n_size, k_size, runtime.num_multiprocessors(device))
@@ -166,6 +167,11 @@ def parse_plan(entries: Sequence[Mapping[str, Any]]) -> Plan:
         sizes = {name: size for name, size in entry.items() if name not in ("rows", "kernel")}
         tiles.append(None if entry["kernel"] == "library" else _KERNELS[entry["kernel"]](**sizes))
     return Plan(tuple(entry["rows"] for entry in entries[:-1]), tuple(tiles))
+
+
+def kernel_name(tiles: Tiles | None) -> str:
+    """The kernel that takes these tiles, as the tables call it."""
+    return next((name for name, kind in _KERNELS.items() if isinstance(tiles, kind)), "library")
 
 
 def default_plan(n_size: int, k_size: int, multiprocessors: int) -> Plan:

@@ -31,7 +31,7 @@ def sum_splits(
     is_last = arrived == SPLITS - 1
     if is_last:
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for part in range(SPLITS):
+        for part in tl.static_range(SPLITS):
             acc += tl.load(parts + part * (ROWS * COLUMNS), cache_modifier=".cg")
         tl.store(counter_ptr + tile, 0)
     return is_last, acc

@@ -133,7 +133,7 @@ def test_operands_that_the_tma_unit_refuses_take_the_library(device: torch.devic
     x, weight, _, norm_weight, residual = draw(70, 72, 84, torch.bfloat16, device)
     plan = linear.Plan((), (GemmTiles(64, 64, 64, 4, 3),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_plan", lambda *_: plan)
+        patch.setattr(linear, "plan", lambda *_: plan)
         assert linear.choose("plain", x, weight, deterministic=False) is None
         actual = linear.norm_linear(x, norm_weight, EPS, weight)
     expected = expected_of(by_norm_linear, x, weight, None, norm_weight, residual)

@@ -53,9 +53,9 @@ def check(kernel: Callable[..., torch.Tensor], inputs: Inputs, fused: str, **opt
     dtype = inputs.x.dtype
     norm = {name: options[name] for name in ("norm_weight", "eps") if name in options}
     residual = expected_residual = None
+    wide = torch.full((inputs.residual.shape[0] + 2, inputs.residual.shape[1] + 16), 7.0, device=inputs.x.device)
+    wide = wide.to(dtype)
     if fused.startswith("add"):
-        wide = torch.full((inputs.residual.shape[0] + 2, inputs.residual.shape[1] + 16), 7.0, device=inputs.x.device)
-        wide = wide.to(dtype)
         residual = wide[:-2, : inputs.residual.shape[1]]
         residual.copy_(inputs.residual)
         expected_residual = inputs.residual.clone()

@@ -1,0 +1,136 @@
+"""The search for the linear layers' configurations: what is tried, what wins, what the table says. No kernel runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from manta.bench import kernel_linears
+from manta.bench.kernel_candidates import SHARED_BYTES, candidates
+from manta.bench.kernel_linears import Layer, Operands, entries_of, layers_of, measure, variant
+from manta.bench.kernel_timing import LLAMA_8B, LLAMA_70B_RANK, MODELS, Peaks
+from manta.kernels import linear
+from manta.kernels.gemm import GemmTiles
+from manta.kernels.gemm_skinny import SkinnyTiles
+from manta.kernels.gemv import GemvTiles
+
+CPU = torch.device("cpu")
+SKINNY, TILED = SkinnyTiles(64, 128, 4, 4, 2), GemmTiles(128, 256, 64, 8, 3)
+
+
+def test_layers_have_the_models_sizes() -> None:
+    def sizes(layers: list[Layer]) -> list[tuple[int, int]]:
+        return [(layer.n_size, layer.k_size) for layer in layers]
+
+    assert sizes(layers_of(LLAMA_8B)) == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+    assert sizes(layers_of(LLAMA_70B_RANK)) == [(1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584), (16032, 8192)]
+
+
+def test_floors_are_bytes_for_few_rows_and_operations_for_many() -> None:
+    layer, peaks = layers_of(LLAMA_8B)[0], Peaks(4e12, 8e14)
+    assert layer.floor_s(peaks, 1) == pytest.approx(2 * 6144 * 4096 / 4e12, rel=1e-3)
+    assert layer.floor_s(peaks, 8192) == pytest.approx(2 * 8192 * 6144 * 4096 / 8e14)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_candidates_are_few_and_fit(model: Any) -> None:
+    variants = set()
+    for layer in layers_of(model):
+        for rows in kernel_linears.buckets_of(layer):
+            tried = candidates(layer.kind, layer.n_size, layer.k_size, rows, 132)
+            assert 3 <= len(tried) <= 24
+            assert len(set(tried)) == len(tried)
+            for tiles in tried:
+                variants.add(variant(layer, rows, tiles))
+                assert isinstance(tiles, GemvTiles) == (rows == 1)
+                if isinstance(tiles, GemmTiles):
+                    operands = 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + tiles.block_n)
+                    assert tiles.programs * operands < SHARED_BYTES
+                if isinstance(tiles, SkinnyTiles):
+                    assert rows <= 128
+    assert len(variants) < 520, "compiling them would take minutes"
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "winner"),
+    [
+        (0, 8, SkinnyTiles(64, 128, 4, 4, 2)),
+        (1, 8, SkinnyTiles(64, 128, 4, 4, 2)),
+        (1, 256, GemmTiles(64, 128, 128, 4, 4)),
+        (2, 16, SkinnyTiles(64, 128, 4, 4, 1)),
+        (2, 2048, GemmTiles(128, 256, 64, 8, 3)),
+        (2, 8192, GemmTiles(256, 128, 64, 8, 3)),
+        (3, 1, GemvTiles(2, 1024, 4)),
+        (4, 16, SkinnyTiles(128, 128, 4, 3, 1)),
+    ],
+)
+def test_candidates_hold_what_has_won(layer: int, rows: int, winner: linear.Tiles) -> None:
+    shape = layers_of(LLAMA_8B)[layer]
+    assert winner in candidates(shape.kind, shape.n_size, shape.k_size, rows, 132)
+
+
+def test_a_table_reads_back_as_what_won() -> None:
+    row = GemvTiles(8, 512, 4)
+    buckets = [1, 2, 4, 64, 128, 8192]
+    winners = [row, SKINNY, SKINNY, None, TILED, TILED]
+    entries = entries_of(buckets, winners)
+    assert len(entries) == 4
+    plan = linear.parse_plan(entries)
+    assert [plan.tiles_for(rows) for rows in buckets] == winners
+    assert plan.tiles_for(3) == SKINNY
+    assert plan.tiles_for(65) == plan.tiles_for(10**6) == TILED
+
+
+def test_above_the_last_bucket_few_row_kernels_give_way_to_the_library() -> None:
+    plan = linear.parse_plan(entries_of([1, 64], [GemvTiles(8, 512, 4), SKINNY]))
+    assert plan.tiles_for(64) == SKINNY
+    assert plan.tiles_for(65) is None
+
+
+class Measured:
+    """Stands in for the device: times by tiles, and results that are wrong for some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[linear.Tiles | None, float]) -> None:
+        self.wrong: set[linear.Tiles] = set()
+        monkeypatch.setattr(kernel_linears, "candidates", lambda *_: [tiles for tiles in times if tiles is not None])
+        monkeypatch.setattr(kernel_linears, "time_us", lambda calls: times[calls])
+        monkeypatch.setattr(Operands, "calls", lambda _, tiles, rows: tiles)
+        monkeypatch.setattr(Operands, "relative_error", lambda _, tiles, rows, expected: float(tiles in self.wrong))
+
+    def winner(self, before: linear.Tiles | None = None, failed: tuple[str, ...] = ()) -> linear.Tiles | None:
+        operands = Operands(Layer("o", "add", 32, 64), 4, CPU)
+        self.timings: list[dict[str, Any]] = []
+        return measure(operands, 4, set(failed), CPU, before, self.timings)
+
+
+def test_the_fastest_right_candidate_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Measured(monkeypatch, {None: 10.0, SKINNY: 8.0, TILED: 9.0})
+    assert device.winner() == SKINNY
+    assert [timing.get("us", timing.get("library_us")) for timing in device.timings] == [8.0, 9.0, 10.0]
+    device.wrong.add(SKINNY)
+    assert device.winner() == TILED
+    device.wrong.add(TILED)
+    assert device.winner() is None
+    device.wrong.clear()
+    assert device.winner(failed=(variant(Layer("o", "add", 32, 64), 4, SKINNY),)) == TILED
+
+
+def test_the_library_stays_where_the_gain_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Measured(monkeypatch, {None: 8.1, SKINNY: 8.0}).winner() is None
+    assert Measured(monkeypatch, {None: 8.3, SKINNY: 8.0}).winner() == SKINNY
+
+
+def test_a_neighbours_configuration_is_kept_where_it_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Measured(monkeypatch, {None: 10.0, SKINNY: 8.0, TILED: 8.05}).winner(before=TILED) == TILED
+    assert Measured(monkeypatch, {None: 10.0, SKINNY: 8.0, TILED: 8.2}).winner(before=TILED) == SKINNY
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "add"])
+def test_results_are_checked_against_fp32(kind: str) -> None:
+    operands = Operands(Layer("any", kind, 96, 128), 200, CPU)
+    for rows in (1, 200):
+        expected = operands.expected(rows)
+        assert operands.relative_error(None, rows, expected) < kernel_linears.MAX_RELATIVE_ERROR
+        assert operands.relative_error(None, rows, 1.02 * expected) > kernel_linears.MAX_RELATIVE_ERROR
