@@ -113,6 +113,22 @@ def trace_command(
     )
 
 
+@bench_app.command("schedule")
+def schedule_command(
+    model: Model = "smollm2-135m",
+    gpu: Annotated[str, typer.Option(help="Whose step times are used; none is needed here.")] = "h200",
+    num_requests: Annotated[int, typer.Option(min=1, help="Of d2.")] = 1000,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Compare scheduling policies by simulation with the step-time model."""
+    config = engine_config(model, overrides)
+
+    from manta.bench import policies
+
+    policies.run(config, gpu=gpu, num_requests=num_requests, json_path=json, console=_console())
+
+
 @bench_app.command("serving")
 def serving_command(
     url: Annotated[str | None, typer.Option("--url", help="Address of the server; default: $MANTA_URL.")] = None,
