@@ -259,4 +259,4 @@ SECTIONS: dict[str, Section] = {
     "linears": kernel_linears.bench,
     "sampling": bench_sampling,
 }
-TUNERS: dict[str, Tuner] = {"linear": kernel_linears.tune}
+TUNERS: dict[str, Tuner] = {"linear": kernel_linears.tune, "attention_prefill": kernel_prefill.tune}

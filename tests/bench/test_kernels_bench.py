@@ -56,7 +56,9 @@ def num_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_every_timed_call_works_on_small_shapes(num_calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_prefill, "LENGTHS", (128,))
+    prompts = kernel_prefill.Prompts("128 tokens", 128, 128), kernel_prefill.Prompts("chunk", 16, 40, 2)
+    monkeypatch.setattr(kernel_prefill, "WORK", prompts)
+    monkeypatch.setattr(kernel_prefill, "SINGLE_QUERIES", kernel_prefill.Prompts("single", 1, 70, 3))
     monkeypatch.setattr(kernel_decode, "SHAPES", ((1, 128), (3, 70)))
     monkeypatch.setattr(kernels, "TOKENS", (1, 5))
     monkeypatch.setattr(kernels, "ROWS", (1, 4))
@@ -66,7 +68,7 @@ def test_every_timed_call_works_on_small_shapes(num_calls: list[int], monkeypatc
     lines = [line for measure in sections for line in measure(peaks, CPU, SMALL)]
     assert {line.kernel for line in lines} == {
         "rms_norm_residual", "silu_and_mul", "rope_and_store", "store_kv", "attention_decode", "attention_prefill",
-        "argmax", "sample", "sample_top_k50_top_p95", "sample_top_p95",
+        "deterministic_attention", "argmax", "sample", "sample_top_k50_top_p95", "sample_top_p95",
     }  # fmt: skip
     assert min(num_calls) >= 1
     assert all(line.share_of_floor == line.floor_us / 2.0 for line in lines)
