@@ -160,37 +160,38 @@ def run(
     num_blocks = int(room // (model.kv_bytes_per_token * BLOCK_SIZE))
     prompt_lens, output_lens = mix_lengths(num_requests)
     begin_s = time.monotonic()
-    outcomes = {p.name: simulate(model, p, prompt_lens, output_lens, num_blocks=num_blocks) for p in policies}
+    outcomes = [simulate(model, policy, prompt_lens, output_lens, num_blocks=num_blocks) for policy in policies]
+    named = {policy.name: outcome for policy, outcome in zip(policies, outcomes, strict=True)}
     report = Report(
         "schedule",
         model={"name": source.name, "gpu": gpu, "dtype": dtype, "step_times_are_measured": model.is_measured},
         workload={"requests": num_requests, "num_blocks": num_blocks},
-        figures={f"{name}_d2_s": outcome.duration_s for name, outcome in outcomes.items()},
+        figures={f"{name}_d2_s": outcome.duration_s for name, outcome in named.items()},
         details={
-            **{name: asdict(outcome) for name, outcome in outcomes.items()},
+            **{name: asdict(outcome) for name, outcome in named.items()},
             "simulation_took_s": time.monotonic() - begin_s,
         },
     )
     report.finish(None, json_path)
     if console is not None:
-        console.print(outcome_table(outcomes, is_measured=model.is_measured))
+        console.print(outcome_table(policies, outcomes, is_measured=model.is_measured))
     return report
 
 
-def outcome_table(outcomes: dict[str, Outcome], *, is_measured: bool) -> Table:
+def outcome_table(policies: Sequence[Policy], outcomes: Sequence[Outcome], *, is_measured: bool) -> Table:
     basis = "a measured profile" if is_measured else "the peaks alone"
     table = Table(title=f"d2, predicted from {basis}", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("policy")
-    for column in ("total s", "steps", "longest step ms", "TTFT p50 s", "TPOT p50 ms", "preempted"):
+    for column in ("seqs", "tokens", "target ms", "total s", "steps", "longest ms", "TTFT p50 s", "TPOT p50 ms"):
         table.add_column(column, justify="right")
-    for name, one in outcomes.items():
+    for policy, one in zip(policies, outcomes, strict=True):
         table.add_row(
-            name,
+            str(policy.max_num_seqs),
+            str(policy.max_num_batched_tokens),
+            "" if policy.tpot_target_ms is None else f"{policy.tpot_target_ms:g}",
             f"{one.duration_s:.2f}",
             str(one.num_steps),
             f"{one.longest_decode_step_s * 1e3:.1f}",
             f"{one.ttft_p50_s:.2f}",
             f"{one.tpot_p50_s * 1e3:.1f}",
-            str(one.num_preemptions),
         )
     return table
