@@ -31,7 +31,7 @@ def sum_splits(
     is_last = arrived == SPLITS - 1
     if is_last:
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for part in tl.static_range(SPLITS):
+        for part in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
             acc += tl.load(parts + part * (ROWS * COLUMNS), cache_modifier=".cg")
         tl.store(counter_ptr + tile, 0)
     return is_last, acc
@@ -39,7 +39,11 @@ def sum_splits(
 
 @cache
 def _all_counters(device: torch.device) -> torch.Tensor:
-    return torch.zeros(_NUM_STREAMS, _MAX_TILES, dtype=torch.int32, device=device)
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run a product once before capturing"
+    zeros = torch.zeros(_NUM_STREAMS, _MAX_TILES, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams will use parts of it
+    return zeros
 
 
 _of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
