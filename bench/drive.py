@@ -27,6 +27,8 @@ class Drive:
 
     records: list[RequestRecord] = field(default_factory=list)
     steps: list[StepStats] = field(default_factory=list)
+    step_gaps_s: list[float] = field(default_factory=list)
+    """From the end of each step to the end of the next one that followed without a pause."""
     duration_s: float = 0.0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
@@ -83,7 +85,7 @@ def drive(core: EngineCore, items: Sequence[Item]) -> Drive:
     core.on_step = result.steps.append
     try:
         begin_s = time.monotonic()
-        _run(core, sorted(items, key=lambda item: item.arrival_s), result.records, begin_s)
+        _run(core, sorted(items, key=lambda item: item.arrival_s), result, begin_s)
         result.duration_s = time.monotonic() - begin_s
     finally:
         core.on_step = None
@@ -93,8 +95,9 @@ def drive(core: EngineCore, items: Sequence[Item]) -> Drive:
     return result
 
 
-def _run(core: EngineCore, items: Sequence[Item], records: list[RequestRecord], begin_s: float) -> None:
-    run_id = next(_run_ids)
+def _run(core: EngineCore, items: Sequence[Item], result: Drive, begin_s: float) -> None:
+    records, run_id = result.records, next(_run_ids)
+    ended_at_s: float | None = None
     by_id: dict[str, RequestRecord] = {}
     num_started = num_done = 0
     while num_done < len(items):
@@ -112,10 +115,14 @@ def _run(core: EngineCore, items: Sequence[Item], records: list[RequestRecord], 
             by_id[request_id] = record
             records.append(record)
         if not core.has_work:
+            ended_at_s = None
             time.sleep(max(0.0, begin_s + items[len(records)].arrival_s - time.monotonic()))
             continue
         deltas = core.step()
         now_s = time.monotonic()
+        if ended_at_s is not None:
+            result.step_gaps_s.append(now_s - ended_at_s)
+        ended_at_s = now_s
         # Equal priorities start in order of arrival; a preempted request that waits again has started before.
         while num_started < len(records) - core.scheduler.num_waiting:
             records[num_started].started_s = now_s

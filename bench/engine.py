@@ -32,7 +32,7 @@ from .drive import (
     start,
 )
 from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve, sayer
-from .stats import median, summarize
+from .stats import Summary, median, summarize
 from .workloads import Item, from_lengths, mix_lengths, shared_prefix, uniform
 from .yardsticks import (
     Headline,
@@ -295,6 +295,8 @@ class EngineBench:
         figures = summarize(middle.records).figures(f"{name}_")
         figures[f"{name}_steps"] = float(len(middle.steps))
         figures[f"{name}_preemptions"] = float(middle.num_preemptions)
+        step_times = Summary.of(gap_s for one in drives for gap_s in one.step_gaps_s)
+        figures |= step_times.figures(f"{name}_step")
         figures |= device_figures([one.steps for one in drives], f"{name}_")
         if (idle := idle_percent(middle.steps)) is not None:
             figures[f"{name}_steady_device_idle_percent"] = idle

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,10 @@ class _Process:
     cpu_s: float
 
 
-def tree_cpu_s(root: int) -> dict[str, float]:
+def tree_cpu_s(root: int, *, name_of: Callable[[int, str], str] = lambda pid, name: name) -> dict[str, float]:
     """CPU seconds since each process's start, summed by the processes' names, over `root` and all below it.
 
-    Clock ticks are 10 ms: differences mean something over seconds.
+    `name_of(pid, name)` may give one another name. Clock ticks are 10 ms: differences mean something over seconds.
     """
     processes = _processes()
     children: dict[int, list[int]] = {}
@@ -36,8 +37,22 @@ def tree_cpu_s(root: int) -> dict[str, float]:
         pid = pending.pop()
         pending += children.get(pid, ())
         if (process := processes.get(pid)) is not None:
-            totals[process.name] = totals.get(process.name, 0.0) + process.cpu_s
+            name = name_of(process.pid, process.name)
+            totals[name] = totals.get(name, 0.0) + process.cpu_s
     return totals
+
+
+def serving_role(pid: int, name: str) -> str:
+    """What a process of `manta serve` is, each edge for itself: `edge 4711`, `engine core`, `proxy`, `other`."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+    except OSError:
+        return "other"
+    if title.startswith("ray::ServeReplica:") and title.endswith(":edge"):
+        return f"edge {pid}"
+    if title.startswith("ray::EngineShard"):
+        return "engine core"
+    return "proxy" if name == "haproxy" or title.startswith("ray::ProxyActor") else "other"
 
 
 def _processes() -> dict[int, _Process]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-BOUNDS_S = tuple(round(0.001 * 2 ** (index / 4), 6) for index in range(41))
-"""Upper bounds of the buckets: from 1 ms to 1 s, four for each doubling. One more bucket holds what is longer."""
+BOUNDS_S = tuple(round(0.001 * 2 ** (index / 8), 6) for index in range(81))
+"""Upper bounds of the buckets: from 1 ms to 1 s, eight for each doubling. One more bucket holds what is longer."""
 
 
 class StepHistogram(msgspec.Struct):
