@@ -21,7 +21,7 @@ import triton
 from manta.engine.errors import ConfigError
 from manta.kernels import activation, kv_cache, rmsnorm, rope, sampling
 
-from . import kernel_decode, kernel_linears, kernel_prefill
+from . import kernel_decode, kernel_decode_tuning, kernel_linears, kernel_prefill
 from .kernel_timing import (
     HEADER,
     LLAMA_8B,
@@ -259,4 +259,9 @@ SECTIONS: dict[str, Section] = {
     "linears": kernel_linears.bench,
     "sampling": bench_sampling,
 }
-TUNERS: dict[str, Tuner] = {"linear": kernel_linears.tune, "attention_prefill": kernel_prefill.tune}
+TUNERS: dict[str, Tuner] = {
+    "linear": kernel_linears.tune,
+    "attention_decode": kernel_decode_tuning.tune,
+    "attention_shared_prefix": kernel_decode_tuning.tune_shared_prefix,
+    "attention_prefill": kernel_prefill.tune,
+}

@@ -123,7 +123,10 @@ def page_of(table_row, index, INLINE_PTX: tl.constexpr):
     return page.to(tl.int64)
 
 
-@jit(do_not_specialize=["num_seqs", "fill", "percent"])
+@jit(
+    do_not_specialize=["num_seqs", "fill", "percent", "table_stride"],
+    do_not_specialize_on_alignment=["table_rows_ptr", "seq_lens_ptr", "members_ptr", "num_shared_ptr"],
+)
 def _attention_decode_kernel(
     q_ptr,
     key_cache_ptr,

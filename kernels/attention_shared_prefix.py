@@ -45,7 +45,10 @@ def pays(num_members: int, num_prefix_tokens: int, num_rows: int) -> bool:
     return num_members >= MIN_MEMBERS and (num_members - 1) * num_prefix_tokens >= MIN_SAVED_TOKENS
 
 
-@jit(do_not_specialize=["num_seqs", "num_slots"])
+@jit(
+    do_not_specialize=["num_seqs", "num_slots", "prefix_begin", "table_stride"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "members_ptr", "table_row_ptr", "num_shared_ptr"],
+)
 def _shared_prefix_kernel(
     q_ptr,
     key_cache_ptr,

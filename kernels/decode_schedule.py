@@ -179,7 +179,7 @@ def block_seqs(num_seqs: int) -> int:
     """Rows that a program scans to find its part; few values, so that few kernels are compiled."""
     if num_seqs == 1:
         return 1
-    return next((size for size in (16, 64, 256) if num_seqs <= size), max(1024, triton.next_power_of_2(num_seqs)))
+    return next((size for size in (32, 256) if num_seqs <= size), max(1024, triton.next_power_of_2(num_seqs)))
 
 
 @jit

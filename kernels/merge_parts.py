@@ -65,7 +65,7 @@ def _merge_parts(
     return acc, running_max, running_sum
 
 
-@jit
+@jit(do_not_specialize=["prefix_begin"], do_not_specialize_on_alignment=["seq_lens_ptr", "members_ptr"])
 def _merge_kernel(
     partial_ptr,
     log_sum_ptr,

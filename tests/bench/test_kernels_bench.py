@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from manta.bench import kernel_decode, kernel_prefill, kernel_timing, kernels
+from manta.bench import kernel_decode, kernel_decode_tuning, kernel_prefill, kernel_timing, kernels
 from manta.bench.kernel_timing import Calls, ModelShape, Peaks
 from manta.engine.errors import ConfigError
+from manta.kernels import decode_schedule
 
 SMALL = ModelShape("8b", hidden=64, inter=96, heads=4, kv_heads=2, dim=16, vocab=300)
 CPU = torch.device("cpu")
@@ -60,6 +61,8 @@ def test_every_timed_call_works_on_small_shapes(num_calls: list[int], monkeypatc
     monkeypatch.setattr(kernel_prefill, "WORK", prompts)
     monkeypatch.setattr(kernel_prefill, "SINGLE_QUERIES", kernel_prefill.Prompts("single", 1, 70, 3))
     monkeypatch.setattr(kernel_decode, "SHAPES", ((1, 128), (3, 70)))
+    monkeypatch.setattr(kernel_decode, "MIXED", (3,))
+    monkeypatch.setattr(kernel_decode, "SHARED", ((3, 2, 64),))
     monkeypatch.setattr(kernels, "TOKENS", (1, 5))
     monkeypatch.setattr(kernels, "ROWS", (1, 4))
     monkeypatch.setattr(kernel_prefill, "causal_by_cudnn", lambda q, k, v: None)
@@ -68,6 +71,7 @@ def test_every_timed_call_works_on_small_shapes(num_calls: list[int], monkeypatc
     lines = [line for measure in sections for line in measure(peaks, CPU, SMALL)]
     assert {line.kernel for line in lines} == {
         "rms_norm_residual", "silu_and_mul", "rope_and_store", "store_kv", "attention_decode", "attention_prefill",
+        "attention_shared_prefix",
         "deterministic_attention", "argmax", "sample", "sample_top_k50_top_p95", "sample_top_p95",
     }  # fmt: skip
     assert min(num_calls) >= 1
@@ -76,3 +80,60 @@ def test_every_timed_call_works_on_small_shapes(num_calls: list[int], monkeypatc
     flat = kernels.figures(peaks, {"8b": lines, "70b_tp8": lines})
     assert flat["argmax_4_rows_ratio_to_library"] == flat["70b_tp8_argmax_4_rows_ratio_to_library"] == 1.0
     assert json.loads(json.dumps(flat)) == flat
+
+
+def test_mixed_lengths_are_fixed_and_spread() -> None:
+    lengths = kernel_decode.mixed_lengths(256)
+    assert lengths == kernel_decode.mixed_lengths(256)
+    assert (min(lengths), max(lengths), len(lengths)) == (30, 3000, 256)
+    assert lengths != sorted(lengths)
+
+
+def test_shared_batch_shares_blocks_and_no_others() -> None:
+    batch = kernel_decode.make_batch(SMALL, [70, 200, 210], CPU, num_members=2, num_shared=128, rotations=2)
+    first, second = batch.block_tables
+    assert first[1, :2].tolist() == first[2, :2].tolist()
+    used = [*first[0, :2].tolist(), *first[1, :4].tolist(), *first[2, 2:4].tolist()]
+    assert len(set(used)) == len(used) == 8
+    assert set(used).isdisjoint(second[1, :4].tolist())
+    assert batch.read_bytes == (70 + 200 + 82) * SMALL.token_bytes
+
+
+def test_decode_tuning_finds_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times depend on the configuration in force; the table says which was best up to which number of rows."""
+    shape = kernel_decode_tuning.shape_of(SMALL)
+    monkeypatch.setattr(kernel_timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(kernel_decode_tuning, "MODELS", (SMALL,))
+    monkeypatch.setattr(kernel_decode_tuning, "cases", lambda: {1: [[70]], 4: [[64] * 4, [1, 2, 3, 300]]})
+    monkeypatch.setattr(kernel_decode_tuning, "compile_ahead", lambda: None)
+
+    def time_us(calls: Calls) -> float:
+        for call in calls:
+            call()
+        config = decode_schedule.decode_config(len(calls[0].args[0]), shape, CPU)  # pyright: ignore
+        return 50.0 + abs(config.percent - 200) + 10 * config.swapped + 3 * config.num_stages + config.merges_apart
+
+    monkeypatch.setattr(kernel_decode_tuning, "time_us", time_us)
+    usual = decode_schedule.decode_config
+    found = kernel_decode_tuning.tune(Peaks(1e12, 1e14), CPU)
+    assert decode_schedule.decode_config is usual
+    (entries,) = found.values()
+    assert list(found) == [shape.key]
+    assert [entry.get("rows") for entry in entries] == [1, None]
+    for entry in entries:
+        config = decode_schedule.config_of(entry)
+        assert (config.percent, config.swapped, config.num_stages, config.merges_apart) == (200, False, 2, False)
+    assert len(entries[1]["shares"]) == 2
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_shared_prefix_tuning_finds_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(kernel_decode_tuning, "MODELS", (SMALL,))
+    monkeypatch.setattr(kernel_decode_tuning, "SHARED", ((3, 128), (2, 192)))
+    shape = kernel_decode_tuning.shape_of(SMALL)
+    monkeypatch.setattr(
+        kernel_decode_tuning, "time_us", lambda calls: 1.0 + abs(decode_schedule.prefix_tiles(shape, CPU).tile - 128)
+    )
+    found = kernel_decode_tuning.tune_shared_prefix(Peaks(1e12, 1e14), CPU)
+    assert found == {shape.key: {"block_m": 64, "tile": 128, "num_warps": 4, "num_stages": 3}}

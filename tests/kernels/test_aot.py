@@ -93,7 +93,7 @@ def decode_config(shape: DecodeShape, num_seqs: int, config: DecodeConfig, *, sh
         constants,
         config.num_warps,
         config.num_stages,
-        ("num_seqs", "fill", "percent", "scale_log2"),
+        ("num_seqs", "fill", "percent", "table_stride", "table_rows_ptr", "seq_lens_ptr", "members_ptr", "scale_log2"),
     )
 
 
@@ -122,7 +122,7 @@ def decode_configs(
             },
             tiles.num_warps,
             tiles.num_stages,
-            ("num_seqs", "num_slots", "scale_log2"),
+            ("num_seqs", "num_slots", "prefix_begin", "table_stride", "seq_lens_ptr", "members_ptr", "scale_log2"),
             expects_wgmma=dtype != "fp32",
         )
     )  # fmt: skip

@@ -182,7 +182,6 @@ GPU_CASES = [
     Case(tuple(1 + 97 * i for i in range(8)), 32, 32, 96, 64, BF16),
 ]
 CONFIGS: dict[str, dict[str, Any]] = {
-    "default": {},
     "whole": {"fill": 1, "percent": 1},
     "cut": {"fill": 6, "percent": 300, "merges_apart": True},
     "cut-merged-by-the-last": {"fill": 6, "percent": 300, "merges_apart": False},
@@ -191,11 +190,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("case", with_gpu(CASES, GPU_CASES))
-def test_decode(case: Case, config: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if config != "default" or device.type == "cpu":
-        force(monkeypatch, device, **CONFIGS[config])
+def test_decode(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        force(monkeypatch, device)
+    check(make_batch(case, device), shares=False)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("case", with_gpu([CASES[0], *CASES[2:4]], [*GPU_CASES[3:6], GPU_CASES[6]]))
+def test_decode_in_every_way(case: Case, config: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, device, **CONFIGS[config])
     check(make_batch(case, device), shares=False)
 
 
