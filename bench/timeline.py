@@ -11,13 +11,13 @@ LONG_GAP_US = 5.0
 """From here on a gap is not the boundary between two kernels of one launch, but a device that waits for its host."""
 
 KINDS = {
-    "attention": ("attention", "attn", "flash", "split_kv", "merge"),
-    "linear": ("gemm", "gemv", "linear", "nvjet", "cutlass", "cublas", "xmma", "skinny", "matmul", "splitk"),
+    "attention": ("attention", "shared_prefix", "merge_kernel", "flash"),
+    "linear": ("gemm", "gemv", "skinny", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
     "norm": ("norm",),
-    "rope and cache": ("rope", "kv_cache", "store_kv", "cache"),
-    "activation": ("silu", "activation"),
-    "sampling": ("sampl", "argmax", "gumbel", "softmax", "top_k", "top_p", "penalt", "logprob", "sort"),
-    "inputs": ("step_inputs", "embed", "index", "gather", "scatter"),
+    "rope and cache": ("rope", "store_kv", "copy_blocks"),
+    "activation": ("silu",),
+    "sampling": ("argmax", "chunk_kernel", "candidate", "draw_kernel", "round_kernel", "softmax", "topk", "sort"),
+    "inputs": ("prepare", "embed", "index", "gather", "scatter"),
     "copy": ("memcpy", "memset", "copy"),
 }
 """Kind -> parts of kernel names; the first kind that fits counts."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import manta.kernels
 from manta.bench.drive import start
 from manta.bench.timeline import Kernel, Timeline, idle_gaps, kind_of
 from manta.bench.trace import DECODE_STEPS, MIX_STEPS, Scenes, kernel_table, torch_recorder
@@ -65,7 +68,10 @@ def test_kernels_of_one_name_are_one_line_however_many() -> None:
     many = [Kernel(f"kernel_{index}", 2 * index, 2 * index + 1) for index in range(50)]
     assert len(Timeline.of(many, num_steps=1).tree()["kernels"]) == 30  # pyright: ignore[reportArgumentType]
     assert kind_of("kernel_7") == "other"
-    assert kind_of("_rmsnorm_kernel") == "norm"
+    assert kind_of("_rms_norm_kernel") == "norm"
+    assert kind_of("nvjet_tst_64x8_64x16_4x1_v_bz_TNT") == "linear"
+    assert kind_of("void at::native::vectorized_gather_kernel<16, long>") == "inputs"
+    assert kind_of("Memcpy HtoD (Pinned -> Device)") == "copy"
 
 
 class Recorder:
@@ -140,3 +146,10 @@ def test_the_profiler_sees_what_a_gpu_runs() -> None:
     assert len(found) >= 5
     timeline = Timeline.of(found, num_steps=5)
     assert 0 < timeline.busy_us <= timeline.wall_us
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    folder = Path(manta.kernels.__path__[0])
+    names = {name for file in folder.glob("*.py") for name in re.findall(r"^def (\w*kernel)\(", file.read_text(), re.M)}
+    assert len(names) > 10
+    assert {name for name in names if kind_of(name) == "other"} == set()
