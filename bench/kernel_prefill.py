@@ -65,14 +65,21 @@ _POINTERS = PrefillPlan("pointers", 64, 64, 4, 3, 3)
 _SMALL = PrefillPlan("descriptors", 64, 64, 4, 3, 2)
 _LARGE = PrefillPlan("descriptors", 128, 64, 8, 3, 2)
 _HOPPER = PrefillPlan("specialized", 128, 128, 4, 2)
-CANDIDATES = tuple(
-    replace(plan, heads_first=heads_first, **options)
-    for heads_first in (True, False)
-    for plan, options in (
-        (_POINTERS, {}), (_SMALL, {}), (_SMALL, {"masked_stages": 1}), (_SMALL, {"num_stages": 2}), (_LARGE, {}),
-        (_LARGE, {"num_stages": 4}), (_HOPPER, {}), (_HOPPER, {"persistent": True}),
-    )
-)  # fmt: skip
+CANDIDATES = (
+    _POINTERS,
+    *(
+        replace(plan, heads_first=heads_first, **options)
+        for heads_first in (True, False)
+        for plan, options in ((_SMALL, {}), (_SMALL, {"masked_stages": 1}), (_SMALL, {"num_stages": 2}), (_LARGE, {}))
+    ),
+    *(
+        replace(_HOPPER, heads_first=heads_first, persistent=persistent, pinned=pinned, turns=turns)
+        for heads_first in (True, False)
+        for persistent in (False, True)
+        for pinned in (False, True)
+        for turns in (False, True)
+    ),
+)
 
 
 class Operands:
@@ -163,7 +170,7 @@ def tune(peaks: Peaks, device: torch.device, timings: list[dict[str, Any]] | Non
     The deterministic plan is one for all lengths: the one with the least time in all, each piece of work relative to
     its fastest. `timings` receives every measurement.
     """
-    right = try_all([(model, plan) for model in MODELS for plan in CANDIDATES])
+    right = try_all(CANDIDATES)
     table: dict[str, Any] = {}
     for model in MODELS:
         plans = [plan for plan in CANDIDATES if (model, plan) in right]
@@ -220,50 +227,49 @@ def measure(
 def describe(plan: PrefillPlan) -> str:
     order = "heads first" if plan.heads_first else "tiles first"
     stages = f"stages {plan.num_stages}/{plan.masked_stages}"
-    end = " persistent" if plan.persistent else ""
-    return f"{plan.kernel} {plan.block_m}x{plan.tile} {plan.num_warps} warps {stages} {order}{end}"
+    flags = [name for name in ("persistent", "pinned", "turns") if getattr(plan, name)]
+    return " ".join((f"{plan.kernel} {plan.block_m}x{plan.tile} {plan.num_warps} warps {stages} {order}", *flags))
 
 
-def try_all(jobs: Sequence[tuple[ModelShape, PrefillPlan]]) -> set[tuple[ModelShape, PrefillPlan]]:
-    """Compile and check each candidate in a process of its own, side by side; those that end in time and are right."""
+def try_all(plans: Sequence[PrefillPlan]) -> set[tuple[ModelShape, PrefillPlan]]:
+    """Compile and check each plan in a process of its own, side by side; the ones that end in time and are right."""
     context = multiprocessing.get_context("spawn")
     begin = time.monotonic()
-    running: list[tuple[tuple[ModelShape, PrefillPlan], Any, Connection]] = []
-    for model, plan in jobs:
+    running: list[tuple[PrefillPlan, Any, Connection]] = []
+    for plan in plans:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_try, args=(model, plan, sender), daemon=True)
+        process = context.Process(target=_try, args=(plan, sender), daemon=True)
         process.start()
         sender.close()
-        running.append(((model, plan), process, receiver))
+        running.append((plan, process, receiver))
     right: set[tuple[ModelShape, PrefillPlan]] = set()
-    for job, process, receiver in running:
-        left_s = max(0.0, begin + TRY_SECONDS - time.monotonic())
-        try:
-            verdict = receiver.recv() if receiver.poll(left_s) else f"no end after {TRY_SECONDS:.0f} s"
-        except EOFError:
-            verdict = "its process ended"
+    for plan, process, receiver in running:
+        for model in MODELS:
+            left_s = max(0.0, begin + TRY_SECONDS - time.monotonic())
+            try:
+                verdict = receiver.recv() if receiver.poll(left_s) else f"no end after {TRY_SECONDS:.0f} s"
+            except EOFError:
+                verdict = "its process ended"
+            if verdict is None:
+                right.add((model, plan))
+            else:
+                print(f"FAILED {model.name} {describe(plan)}: {verdict}", flush=True)
         process.kill()
         process.join()
-        if verdict is None:
-            right.add(job)
-        else:
-            print(f"FAILED {job[0].name} {describe(job[1])}: {verdict}", flush=True)
-    print(f"{len(jobs)} candidates tried in {time.monotonic() - begin:.0f} s, {len(right)} are right", flush=True)
+    print(f"{len(plans)} plans tried in {time.monotonic() - begin:.0f} s, {len(right)} right", flush=True)
     return right
 
 
-def _try(model: ModelShape, plan: PrefillPlan, sender: Connection) -> None:
-    """Send None if the plan is right on a small piece of work, else what is wrong."""
+def _try(plan: PrefillPlan, sender: Connection) -> None:
+    """For each model, send None if the plan is right on small pieces of work, else what is wrong."""
     torch.manual_seed(0)
-    try:
-        for work in (Prompts("small", 300, 1000, 3), Prompts("single", 1, 65, 5)):
-            error = Operands(work, model, torch.device("cuda")).relative_error(plan)
-            if error > MAX_RELATIVE_ERROR:
-                sender.send(f"relative error {error:.2e}")
-                return
-        sender.send(None)
-    except Exception as error:  # an error must not end the tuning of all others
-        sender.send(f"{type(error).__name__}: {error}"[:300])
+    for model in MODELS:
+        try:
+            works = Prompts("small", 300, 1000, 3), Prompts("single", 1, 65, 5)
+            errors = [Operands(work, model, torch.device("cuda")).relative_error(plan) for work in works]
+            sender.send(f"relative error {max(errors):.2e}" if max(errors) > MAX_RELATIVE_ERROR else None)
+        except Exception as error:  # must not end the tuning of all others
+            sender.send(f"{type(error).__name__}: {error}"[:300])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

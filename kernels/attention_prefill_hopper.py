@@ -54,6 +54,12 @@ def _opaque(x):
 
 
 @jit
+def _pinned(x):
+    """The same 16-bit tensor, computed at this place: the compiler keeps the order of volatile instructions."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@jit
 def _find_tile(
     turn,
     batch,
@@ -136,7 +142,7 @@ def _copy(
 ):
     """The copying warp: fill a stage when both groups have left it."""
     PARTS: gl.constexpr = TILE // 64
-    keys_full, keys_empty, values_full, values_empty = barriers
+    keys_full, keys_empty, values_full, values_empty, _turns = barriers
     count = 0
     for turn in range((batch[2] * KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
         pid_kv, sequence, _, query_len, first_query, seq_len = _find_tile(turn, batch, KV_HEADS, QUERIES, HEADS_FIRST)
@@ -175,53 +181,61 @@ def _weights_of(scores, running_max, running_sum, scale_log2):
 
 
 @jit
+def _wait_turn(turns, group: gl.constexpr, count):
+    """Wait until the other group has issued its products of tile `count` (the second group) or of the one before."""
+    mbarrier.wait(turns.index(group), (count + 1 - group) & 1)
+
+
+@jit
 def _step(
-    count,
-    next_tile,
+    state,
+    tile,
     num_key_tiles,
-    acc,
-    weights,
-    running_max,
-    running_sum,
-    queries,
-    keys,
-    values,
-    barriers,
+    operands,
     query_pos,
     scale_log2,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCORES: gl.constexpr,
-    OUTPUT: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    group: gl.constexpr,
     MASKED: gl.constexpr,
+    STAGES: gl.constexpr,
+    PINNED: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
-    """Weigh the previous tile's values and compute this tile's weights, whose keys are there already.
+    """Weigh the previous tile's values and compute `tile`'s weights, whose keys are there already.
 
-    `count` numbers the tiles of a program; this one's successor in its item is `next_tile`.
+    `state`: tiles that this program has begun, accumulators, weights, their maxima and sums.
     """
-    keys_full, keys_empty, values_full, values_empty = barriers
+    count, acc, weights, running_max, running_sum = state
+    queries, keys, values, barriers = operands
+    keys_full, keys_empty, values_full, values_empty, turns = barriers
+    SCORES: gl.constexpr = running_max.type.layout.parent
+    TILE: gl.constexpr = keys.shape[1]
     stage = count % STAGES
     before = (count - 1) % STAGES
     scores = gl.zeros([64, TILE], gl.float32, SCORES)
+    if TURNS:
+        _wait_turn(turns, group, count)
     scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
     mbarrier.wait(values_full.index(before), ((count - 1) // STAGES) & 1)
     acc = warpgroup_mma(weights, values.index(before), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - group), count=1)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     mbarrier.arrive(keys_empty.index(stage), count=1)
     if MASKED:
-        key_pos = (next_tile - 1) * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+        key_pos = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
         scores = gl.where(key_pos[None, :] <= query_pos[:, None], scores, float("-inf"))
     new_weights, running_max, running_sum, rescale = _weights_of(scores, running_max, running_sum, scale_log2)
-    new_weights = gl.convert_layout(new_weights.to(weights.dtype), WEIGHTS)
+    new_weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
+    if PINNED:
+        new_weights = _pinned(new_weights)
     # Waiting for the next keys here and not at the next step's start keeps the assembler, which orders instructions
     # within a basic block only, from moving the exponentials behind the end of the product.
-    next_count = count + 1
-    mbarrier.wait(keys_full.index(next_count % STAGES), (next_count // STAGES) & 1, pred=next_tile < num_key_tiles)
+    count += 1
+    mbarrier.wait(keys_full.index(count % STAGES), (count // STAGES) & 1, pred=tile + 1 < num_key_tiles)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     mbarrier.arrive(values_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-    return acc, new_weights, running_max, running_sum
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return count, acc, new_weights, running_max, running_sum
 
 
 @jit
@@ -267,6 +281,8 @@ def _compute(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
+    PINNED: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """A computing group of four warps: 64 of a tile's 128 rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
@@ -276,8 +292,9 @@ def _compute(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    keys_full, keys_empty, values_full, values_empty = barriers
+    keys_full, keys_empty, values_full, values_empty, turns = barriers
     queries = query_memory.index(group)
+    operands = (queries, keys, values, barriers)
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS))
     count = 0
     for turn in range((batch[2] * KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -301,8 +318,12 @@ def _compute(
 
             mbarrier.wait(keys_full.index(count % STAGES), (count // STAGES) & 1)
             scores = gl.zeros([64, TILE], gl.float32, SCORES)
+            if TURNS:
+                _wait_turn(turns, group, count)
             first_keys = keys.index(count % STAGES).permute((1, 0))
             scores = warpgroup_mma(queries, first_keys, scores, use_acc=False, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - group), count=1)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
             mbarrier.arrive(keys_empty.index(count % STAGES), count=1)
             key_pos = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
@@ -316,52 +337,16 @@ def _compute(
             acc = gl.zeros([64, HEAD_DIM], gl.float32, OUTPUT)
             count += 1
             mbarrier.wait(keys_full.index(count % STAGES), (count // STAGES) & 1, pred=num_key_tiles > 1)
+            state = (count, acc, weights, running_max, running_sum)
             for tile in range(1, num_full_tiles):
-                acc, weights, running_max, running_sum = _step(
-                    count,
-                    tile + 1,
-                    num_key_tiles,
-                    acc,
-                    weights,
-                    running_max,
-                    running_sum,
-                    queries,
-                    keys,
-                    values,
-                    barriers,
-                    query_pos,
-                    scale_log2,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    OUTPUT,
-                    WEIGHTS,
-                    False,
+                state = _step(
+                    state, tile, num_key_tiles, operands, query_pos, scale_log2, group, False, STAGES, PINNED, TURNS
                 )
-                count += 1
             for tile in range(gl.maximum(num_full_tiles, 1), num_key_tiles):
-                acc, weights, running_max, running_sum = _step(
-                    count,
-                    tile + 1,
-                    num_key_tiles,
-                    acc,
-                    weights,
-                    running_max,
-                    running_sum,
-                    queries,
-                    keys,
-                    values,
-                    barriers,
-                    query_pos,
-                    scale_log2,
-                    TILE,
-                    STAGES,
-                    SCORES,
-                    OUTPUT,
-                    WEIGHTS,
-                    True,
+                state = _step(
+                    state, tile, num_key_tiles, operands, query_pos, scale_log2, group, True, STAGES, PINNED, TURNS
                 )
-                count += 1
+            count, acc, weights, running_max, running_sum = state
 
             stage = (count - 1) % STAGES
             last_values = values.index(stage)
@@ -419,6 +404,8 @@ def _attention_prefill_hopper_kernel(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
+    PINNED: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """Programs take items (KV head, 128 rows of queries and heads) in turn, every num_programs-th of them."""
     QUERIES: gl.constexpr = 128 // GROUP
@@ -439,7 +426,10 @@ def _attention_prefill_hopper_kernel(
         mbarrier.init(values_full.index(stage), count=1)
         mbarrier.init(keys_empty.index(stage), count=2)
         mbarrier.init(values_empty.index(stage), count=2)
-    barriers = (keys_full, keys_empty, values_full, values_empty)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    barriers = (keys_full, keys_empty, values_full, values_empty, turns)
     batch = (query_start_ptr, seq_lens_ptr, num_tiles, num_seqs)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -447,10 +437,10 @@ def _attention_prefill_hopper_kernel(
         [
             (_compute, (FIRST, q_ptr, out_ptr, query_memory, keys, values, barriers, batch, scale_log2,
                         Q_STRIDE, Q_HEAD_STRIDE, OUT_STRIDE, OUT_HEAD_STRIDE,
-                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST)),
+                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PINNED, TURNS)),
             (_compute, (SECOND, q_ptr, out_ptr, query_memory, keys, values, barriers, batch, scale_log2,
                         Q_STRIDE, Q_HEAD_STRIDE, OUT_STRIDE, OUT_HEAD_STRIDE,
-                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST)),
+                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PINNED, TURNS)),
             (_copy, (key_descriptor, value_descriptor, key_memory, value_memory, barriers,
                      block_table_ptr, table_rows_ptr, table_stride, batch,
                      KV_HEADS, QUERIES, HEAD_DIM, PAGE, TILE, STAGES, HEADS_FIRST)),
@@ -514,5 +504,7 @@ def attention_prefill_hopper(
         TILE=plan.tile,
         STAGES=plan.num_stages,
         HEADS_FIRST=plan.heads_first,
+        PINNED=plan.pinned,
+        TURNS=plan.turns,
         num_warps=4,
     )

@@ -39,6 +39,11 @@ class PrefillPlan:
     """Programs of all heads next to each other; else those of all queries: for keys larger than the L2 cache."""
     persistent: bool = False
     """`specialized` only: one program a multiprocessor, which copies the next tile's keys while it ends the last."""
+    pinned: bool = False
+    """`specialized` only: weights are rounded to 16 bits before the previous product has ended."""
+    turns: bool = False
+    """`specialized` only: the two computing groups issue their products in turn, so that one computes weights while
+    the tensor cores work for the other."""
 
 
 @dataclass(frozen=True)

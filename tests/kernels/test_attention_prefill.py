@@ -31,6 +31,10 @@ SMALL = PrefillPlan("descriptors", 64, 64, 4, 3)
 LARGE = PrefillPlan("descriptors", 128, 64, 8, 3, heads_first=False)
 HOPPER = PrefillPlan("specialized", 128, 128, 4, 2)
 PERSISTENT = replace(HOPPER, heads_first=False, persistent=True)
+TURNS = replace(PERSISTENT, turns=True, pinned=True)
+HOPPER_PLANS = [pytest.param(HOPPER, id="hopper"), pytest.param(PERSISTENT, id="persistent")]
+HOPPER_PLANS += [pytest.param(TURNS, id="turns")]
+GPU_PLANS = [pytest.param(SMALL, id="small"), pytest.param(LARGE, id="large"), *HOPPER_PLANS]
 POINTERS = PrefillPlan("pointers", 64, 32, 4, 2)
 
 RAGGED = ((1000, 3000), (1, 777), (0, 64), (17, 17), (333, 333), (1, 1), (64, 128), (200, 2001))
@@ -57,7 +61,7 @@ def test_plans(plan: PrefillPlan, page: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", [SMALL, LARGE, HOPPER, PERSISTENT], ids=["small", "large", "hopper", "persistent"])
+@pytest.mark.parametrize("plan", GPU_PLANS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -97,7 +101,7 @@ def test_table_rows_choose_the_blocks(deterministic: bool, device: torch.device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", [HOPPER, PERSISTENT], ids=["hopper", "persistent"])
+@pytest.mark.parametrize("plan", HOPPER_PLANS)
 def test_table_rows_on_a_gpu(plan: PrefillPlan, device: torch.device) -> None:
     needs_hopper(plan, device)
     batch = make_batch(Case(RAGGED, 32, 8, 128, 64, BF16), device)
@@ -139,9 +143,7 @@ def test_results_do_not_depend_on_the_batch(plan: PrefillPlan | None, device: to
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "plan", [None, SMALL, LARGE, HOPPER, PERSISTENT], ids=["default", "small", "large", "hopper", "persistent"]
-)
+@pytest.mark.parametrize("plan", [pytest.param(None, id="default"), *GPU_PLANS])
 @pytest.mark.parametrize("model", [(32, 8, 128), (8, 1, 128), (9, 3, 64)], ids=str)
 def test_results_do_not_depend_on_the_batch_on_a_gpu(
     plan: PrefillPlan | None, model: tuple[int, int, int], device: torch.device
@@ -161,7 +163,7 @@ def test_results_do_not_depend_on_the_batch_in_fp32(device: torch.device) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", [SMALL, HOPPER, PERSISTENT], ids=["small", "hopper", "persistent"])
+@pytest.mark.parametrize("plan", GPU_PLANS)
 def test_graph_serves_other_batches(plan: PrefillPlan, device: torch.device) -> None:
     """A captured launch with room for 8 sequences and 700 tokens serves fewer; rows behind stay as they were."""
     needs_hopper(plan, device)
@@ -204,7 +206,7 @@ def test_graph_serves_other_batches(plan: PrefillPlan, device: torch.device) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", [SMALL, PERSISTENT], ids=["small", "persistent"])
+@pytest.mark.parametrize("plan", GPU_PLANS)
 def test_caches_of_more_than_two_billion_elements(plan: PrefillPlan, device: torch.device) -> None:
     """Slots and byte offsets far into a large pool."""
     needs_hopper(plan, device)

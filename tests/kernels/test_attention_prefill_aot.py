@@ -111,10 +111,12 @@ HOPPER = PrefillPlan("specialized", 128, 128, 4, 2)
         head_dim=shape[0], itemsize=2, page_size=shape[1], group_size=shape[2] // shape[3], capability=90
     )] if FULL else [LLAMA], ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_hopper_kernel_compiles(shape: Shape, dtype: str, heads_first: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan", [HOPPER, replace(HOPPER, heads_first=False, pinned=True, turns=True)], ids=["plain", "turns"]
+)
+def test_hopper_kernel_compiles(plan: PrefillPlan, shape: Shape, dtype: str, tmp_path: Path) -> None:
     """And the exponentials of a step stand between its two waits, where the tensor cores multiply values."""
-    compiled = compile_hopper(replace(HOPPER, heads_first=heads_first), shape, dtype)
+    compiled = compile_hopper(plan, shape, dtype)
     resources = resources_of(compiled, tmp_path)
     print(f"{resources.registers} registers, {resources.shared_bytes} B shared, {resources.stack_bytes} B stack")
     assert resources.stack_bytes <= STACK_BYTES
@@ -152,7 +154,7 @@ def compile_hopper(plan: PrefillPlan, shape: Shape, dtype: str) -> Any:
     constants = {
         "Q_STRIDE": (heads + 2 * kv) * dim, "Q_HEAD_STRIDE": dim, "OUT_STRIDE": heads * dim, "OUT_HEAD_STRIDE": dim,
         "KV_HEADS": kv, "GROUP": heads // kv, "HEAD_DIM": dim, "PAGE": page, "TILE": plan.tile,
-        "STAGES": plan.num_stages, "HEADS_FIRST": plan.heads_first,
+        "STAGES": plan.num_stages, "HEADS_FIRST": plan.heads_first, "PINNED": plan.pinned, "TURNS": plan.turns,
     }  # fmt: skip
     types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}") | {"scale_log2": "fp32"}
     types |= dict.fromkeys(("key_descriptor", "value_descriptor"), f"tensordesc<{dtype}[{BOX},{BOX}],{layout!r}>")
