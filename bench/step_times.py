@@ -94,8 +94,6 @@ def run(
         hardware = hardware_of(device)
         if hardware is None:
             raise ConfigError(f"device = {device!r}: the peaks of this device are not known, which a profile corrects")
-        while built.runner.prepare_more():
-            pass
         bench = StepBench(
             built.runner,
             block_size=built.block_size,

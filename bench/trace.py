@@ -54,15 +54,15 @@ def run(
 ) -> Report:
     """Trace decode steps, prefill steps and stretches of d2 (none with `num_requests` 0). Raises ConfigError.
 
-    `chrome_dir`: also write the raw traces there (large).
+    Batches and prompts that the engine cannot hold are left out. `chrome_dir`: also write the raw traces there (large).
     """
     record = torch_recorder(chrome_dir)
     core, _ = start(config)
     try:
         prepare(core)
         scenes = Scenes(core, record)
-        traces = [scenes.decode(batch) for batch in batch_sizes]
-        traces += [scenes.prefill(length) for length in prefill_lens]
+        traces = [scenes.decode(batch) for batch in batch_sizes if batch <= core.info.max_num_seqs]
+        traces += [scenes.prefill(length) for length in prefill_lens if length < core.info.max_model_len]
         if num_requests:
             traces += scenes.mix(num_requests)
         report = Report(

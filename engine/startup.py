@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .config import EngineConfig, max_num_seqs_of
 from .core import EngineCore
+from .cuda_context import begin_cuda_context
 from .errors import ConfigError
 from .model_shape import ModelShape
 from .model_source import ModelSource, load_shape, resolve_model
@@ -143,11 +144,15 @@ def _step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dty
 
 
 def _real(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> _Device:
+    wait_for_context = begin_cuda_context(config.device)
     import torch
 
+    phases.end("import torch")
     from .model_runner import build_model_runner
 
     phases.end("import")
+    wait_for_context()
+    phases.end("cuda context")
     built = build_model_runner(config, source, shape, report=phases.add)
     name = torch.cuda.get_device_name(built.device) if built.device.type == "cuda" else built.device.type
     hardware = hardware_of(name)

@@ -25,7 +25,7 @@ MAY_IMPORT = {
 TORCH_FREE_ENGINE = {
     *("config", "request", "stats", "errors", "step_time", "plan", "model_shape", "block_pool", "prefix_cache"),
     *("scheduler", "core", "sim", "tokenizer", "detokenizer", "chat_template", "gguf_tokenizer", "model_source"),
-    *("gguf_file", "checkpoint_config", "token_spelling", "step_profile", "step_budget"),
+    *("gguf_file", "checkpoint_config", "token_spelling", "step_profile", "step_budget", "cuda_context"),
 }
 
 ENVIRONMENT_READERS = {
