@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import runtime
+from .attention_prefill_hopper_work import copy_keys_and_values, find_tile, num_key_tiles_of
 from .attention_prefill_plan import BOX, Memory, PrefillPlan
 
 # Gluon's stubs know neither plain values for constexpr parameters nor its own loops.
@@ -33,9 +33,7 @@ jit: Any = gluon.jit
 ROWS_PER_GROUP = 64
 """Rows of one group of four warps: the height of Hopper's matrix instruction."""
 
-# Triton 3.9 renamed both.
-_copy_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_RENAMED_VIEW: Any = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_RENAMED_VIEW: Any = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by Triton 3.9
 
 
 @jit
@@ -57,117 +55,6 @@ def _opaque(x):
 def _pinned(x):
     """The same 16-bit tensor, computed at this place: the compiler keeps the order of volatile instructions."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-
-
-@jit
-def _find_tile(
-    turn,
-    batch,
-    KV_HEADS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    HEADS_FIRST: gl.constexpr,
-):
-    """What this program does in its `turn`: KV head, sequence, its first query's row, its number of queries, the tile's
-    first query and the sequence's length. There is nothing to do where first_query >= query_len.
-
-    Items are a head and a tile, numbered from the heaviest on; tiles have the numbers that they have in the other
-    kernel. The order of programs turns around after each turn, so that all get the same sum of work.
-    """
-    query_start_ptr, seq_lens_ptr, num_tiles, num_seqs = batch
-    num_programs = gl.num_programs(0)
-    place = gl.where(turn % 2 == 0, gl.program_id(0), num_programs - 1 - gl.program_id(0))
-    item = turn * num_programs + place
-    if HEADS_FIRST:
-        pid_kv = item % KV_HEADS
-        pid_tile = num_tiles - 1 - item // KV_HEADS
-    else:
-        pid_kv = item // num_tiles
-        pid_tile = gl.where(pid_kv < KV_HEADS, num_tiles - 1 - item % num_tiles, -1)
-    low = item * 0
-    high = low + num_seqs
-    while high - low > 1:  # the last sequence whose first tile is not behind pid_tile
-        middle = (low + high) // 2
-        is_left = gl.load(query_start_ptr + middle) // QUERIES + middle <= pid_tile
-        low = gl.where(is_left, middle, low)
-        high = gl.where(is_left, high, middle)
-    query_begin = gl.load(query_start_ptr + low)
-    query_len = gl.where(pid_tile >= 0, gl.load(query_start_ptr + low + 1) - query_begin, 0)
-    first_query = gl.where(pid_tile >= 0, (pid_tile - (query_begin // QUERIES + low)) * QUERIES, 0)
-    return pid_kv, low, query_begin, query_len, first_query, gl.load(seq_lens_ptr + low)
-
-
-@jit
-def _num_key_tiles(first_query, query_len, seq_len, QUERIES: gl.constexpr, TILE: gl.constexpr):
-    """Tiles of keys up to the one that the last query of a tile sees last."""
-    return (seq_len - query_len + gl.minimum(first_query + QUERIES, query_len) + TILE - 1) // TILE
-
-
-@jit
-def _slot_of(table_row, key, num_pages, PAGE: gl.constexpr):
-    page = gl.load(table_row + gl.minimum(key // PAGE, num_pages - 1))
-    return page * PAGE + key % PAGE
-
-
-@jit
-def _copy_tile(
-    descriptor, memory, full, stage, head_offset, slot_0, slot_1, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr
-):
-    """Start the copies of one tile. Boxes stand column block by column block, as the matrix instructions expect."""
-    mbarrier.expect(full.index(stage), PARTS * 64 * HEAD_DIM * 2)
-    for column in gl.static_range(HEAD_DIM // 64):
-        box = (stage * (HEAD_DIM // 64) + column) * PARTS
-        _copy_box(descriptor, [slot_0, head_offset + column * 64], full.index(stage), memory.index(box))
-        if PARTS == 2:
-            _copy_box(descriptor, [slot_1, head_offset + column * 64], full.index(stage), memory.index(box + 1))
-
-
-@jit
-def _copy(
-    key_descriptor,
-    value_descriptor,
-    key_memory,
-    value_memory,
-    barriers,
-    block_table_ptr,
-    table_rows_ptr,
-    table_stride,
-    batch,
-    KV_HEADS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE: gl.constexpr,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    HEADS_FIRST: gl.constexpr,
-):
-    """The copying warp: fill a stage when both groups have left it."""
-    PARTS: gl.constexpr = TILE // 64
-    keys_full, keys_empty, values_full, values_empty, _turns = barriers
-    count = 0
-    for turn in range((batch[2] * KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        pid_kv, sequence, _, query_len, first_query, seq_len = _find_tile(turn, batch, KV_HEADS, QUERIES, HEADS_FIRST)
-        if first_query < query_len:
-            row = sequence if table_rows_ptr is None else gl.load(table_rows_ptr + sequence)
-            table_row = block_table_ptr + row.to(gl.int64) * table_stride
-            num_pages = (seq_len + PAGE - 1) // PAGE
-            head_offset = pid_kv * HEAD_DIM
-            slot_0 = _slot_of(table_row, 0, num_pages, PAGE)
-            slot_1 = _slot_of(table_row, TILE - 64, num_pages, PAGE)
-            for tile in range(_num_key_tiles(first_query, query_len, seq_len, QUERIES, TILE)):
-                next_key = (tile + 1) * TILE  # its pages are read before the wait, so that they are there after it
-                next_0 = _slot_of(table_row, next_key, num_pages, PAGE)
-                next_1 = _slot_of(table_row, next_key + TILE - 64, num_pages, PAGE)
-                stage = count % STAGES
-                parity = (count // STAGES + 1) & 1
-                mbarrier.wait(keys_empty.index(stage), parity)
-                _copy_tile(key_descriptor, key_memory, keys_full, stage, head_offset, slot_0, slot_1, HEAD_DIM, PARTS)
-                mbarrier.wait(values_empty.index(stage), parity)
-                _copy_tile(
-                    value_descriptor, value_memory, values_full, stage, head_offset, slot_0, slot_1, HEAD_DIM, PARTS
-                )
-                slot_0 = next_0
-                slot_1 = next_1
-                count += 1
 
 
 @jit
@@ -298,9 +185,7 @@ def _compute(
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS))
     count = 0
     for turn in range((batch[2] * KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        pid_kv, _, query_begin, query_len, first_query, seq_len = _find_tile(
-            turn, batch, KV_HEADS, QUERIES, HEADS_FIRST
-        )
+        pid_kv, _, query_begin, query_len, first_query, seq_len = find_tile(turn, batch, KV_HEADS, QUERIES, HEADS_FIRST)
         if first_query < query_len:
             offset, mask_m = _row_offsets(
                 group, pid_kv, query_begin, first_query, query_len, Q_STRIDE, Q_HEAD_STRIDE, GROUP, QUERIES, ROWS
@@ -313,7 +198,7 @@ def _compute(
             last_query = gl.minimum(first_query + QUERIES, query_len) - 1
             rows = group * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
             query_pos = context + gl.minimum(first_query + rows // GROUP, last_query)
-            num_key_tiles = _num_key_tiles(first_query, query_len, seq_len, QUERIES, TILE)
+            num_key_tiles = num_key_tiles_of(first_query, query_len, seq_len, QUERIES, TILE)
             num_full_tiles = (context + first_query + 1) // TILE  # that every query sees whole
 
             mbarrier.wait(keys_full.index(count % STAGES), (count // STAGES) & 1)
@@ -441,7 +326,7 @@ def _attention_prefill_hopper_kernel(
             (_compute, (SECOND, q_ptr, out_ptr, query_memory, keys, values, barriers, batch, scale_log2,
                         Q_STRIDE, Q_HEAD_STRIDE, OUT_STRIDE, OUT_HEAD_STRIDE,
                         KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PINNED, TURNS)),
-            (_copy, (key_descriptor, value_descriptor, key_memory, value_memory, barriers,
+            (copy_keys_and_values, (key_descriptor, value_descriptor, key_memory, value_memory, barriers,
                      block_table_ptr, table_rows_ptr, table_stride, batch,
                      KV_HEADS, QUERIES, HEAD_DIM, PAGE, TILE, STAGES, HEADS_FIRST)),
         ],
