@@ -15,6 +15,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -33,6 +34,7 @@ jit: Any = gluon.jit
 ROWS_PER_GROUP = 64
 """Rows of one group of four warps: the height of Hopper's matrix instruction."""
 
+_copy_rows: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _RENAMED_VIEW: Any = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by Triton 3.9
 
 
@@ -147,6 +149,27 @@ def _row_offsets(
 
 
 @jit
+def _copy_queries(
+    item,
+    group,
+    q_ptr,
+    memory,
+    stride: gl.constexpr,
+    head_stride: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Start the copy of a group's rows of an item; nothing where the item has none."""
+    pid_kv, _sequence, query_begin, query_len, first_query, _seq_len = item
+    offset, mask_m = _row_offsets(
+        group, pid_kv, query_begin, first_query, query_len, stride, head_stride, GROUP, QUERIES, ROWS
+    )
+    offs_d = gl.arange(0, memory.shape[1], layout=gl.SliceLayout(0, ROWS))
+    _copy_rows(memory, q_ptr + offset[:, None] + offs_d[None, :], mask=mask_m[:, None])
+
+
+@jit
 def _compute(
     group: gl.constexpr,
     q_ptr,
@@ -168,6 +191,7 @@ def _compute(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
+    PERSISTENT: gl.constexpr,
     PINNED: gl.constexpr,
     TURNS: gl.constexpr,
 ):
@@ -180,19 +204,19 @@ def _compute(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     keys_full, keys_empty, values_full, values_empty, turns = barriers
-    queries = query_memory.index(group)
-    operands = (queries, keys, values, barriers)
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS))
     count = 0
+    # Programs with several items copy the next one's queries while they work on this one.
+    coming = find_tile(0, batch, KV_HEADS, QUERIES, HEADS_FIRST)
+    _copy_queries(coming, group, q_ptr, query_memory.index(group), Q_STRIDE, Q_HEAD_STRIDE, GROUP, QUERIES, ROWS)
     for turn in range((batch[2] * KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        pid_kv, _, query_begin, query_len, first_query, seq_len = find_tile(turn, batch, KV_HEADS, QUERIES, HEADS_FIRST)
+        pid_kv, _sequence, query_begin, query_len, first_query, seq_len = coming
+        queries = query_memory.index(turn % 2 * 2 + group if PERSISTENT else group)
+        following = query_memory.index((turn + 1) % 2 * 2 + group if PERSISTENT else group)
+        operands = (queries, keys, values, barriers)
+        async_copy.wait_group(0)
+        fence_async_shared()
         if first_query < query_len:
-            offset, mask_m = _row_offsets(
-                group, pid_kv, query_begin, first_query, query_len, Q_STRIDE, Q_HEAD_STRIDE, GROUP, QUERIES, ROWS
-            )
-            queries.store(gl.load(q_ptr + offset[:, None] + offs_d[None, :], mask=mask_m[:, None], other=0.0))
-            fence_async_shared()
-
             context = seq_len - query_len
             # Rows beyond the tile's last query repeat its position, so that no row is without keys.
             last_query = gl.minimum(first_query + QUERIES, query_len) - 1
@@ -209,6 +233,9 @@ def _compute(
             scores = warpgroup_mma(queries, first_keys, scores, use_acc=False, is_async=True)
             if TURNS:
                 mbarrier.arrive(turns.index(1 - group), count=1)
+            if PERSISTENT:
+                coming = find_tile(turn + 1, batch, KV_HEADS, QUERIES, HEADS_FIRST)
+                _copy_queries(coming, group, q_ptr, following, Q_STRIDE, Q_HEAD_STRIDE, GROUP, QUERIES, ROWS)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
             mbarrier.arrive(keys_empty.index(count % STAGES), count=1)
             key_pos = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
@@ -262,6 +289,9 @@ def _compute(
                 ROWS,
             )
             gl.store(out_ptr + offset[:, None] + offs_d[None, :], queries.load(ROWS), mask=mask_m[:, None])
+        elif PERSISTENT:
+            coming = find_tile(turn + 1, batch, KV_HEADS, QUERIES, HEADS_FIRST)
+            _copy_queries(coming, group, q_ptr, following, Q_STRIDE, Q_HEAD_STRIDE, GROUP, QUERIES, ROWS)
 
 
 @jit(do_not_specialize=["num_seqs", "num_tiles"])
@@ -289,6 +319,7 @@ def _attention_prefill_hopper_kernel(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     HEADS_FIRST: gl.constexpr,
+    PERSISTENT: gl.constexpr,
     PINNED: gl.constexpr,
     TURNS: gl.constexpr,
 ):
@@ -297,7 +328,7 @@ def _attention_prefill_hopper_kernel(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BOXES: gl.constexpr = STAGES * TILE * HEAD_DIM // 4096
-    query_memory = gl.allocate_shared_memory(DTYPE, [2, 64, HEAD_DIM], SHARED)
+    query_memory = gl.allocate_shared_memory(DTYPE, [4 if PERSISTENT else 2, 64, HEAD_DIM], SHARED)
     key_memory = gl.allocate_shared_memory(DTYPE, [BOXES, 64, 64], SHARED)
     value_memory = gl.allocate_shared_memory(DTYPE, [BOXES, 64, 64], SHARED)
     keys = _view(key_memory, DTYPE, [STAGES, TILE, HEAD_DIM], SHARED)
@@ -322,10 +353,10 @@ def _attention_prefill_hopper_kernel(
         [
             (_compute, (FIRST, q_ptr, out_ptr, query_memory, keys, values, barriers, batch, scale_log2,
                         Q_STRIDE, Q_HEAD_STRIDE, OUT_STRIDE, OUT_HEAD_STRIDE,
-                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PINNED, TURNS)),
+                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PERSISTENT, PINNED, TURNS)),
             (_compute, (SECOND, q_ptr, out_ptr, query_memory, keys, values, barriers, batch, scale_log2,
                         Q_STRIDE, Q_HEAD_STRIDE, OUT_STRIDE, OUT_HEAD_STRIDE,
-                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PINNED, TURNS)),
+                        KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE, STAGES, HEADS_FIRST, PERSISTENT, PINNED, TURNS)),
             (copy_keys_and_values, (key_descriptor, value_descriptor, key_memory, value_memory, barriers,
                      block_table_ptr, table_rows_ptr, table_stride, batch,
                      KV_HEADS, QUERIES, HEAD_DIM, PAGE, TILE, STAGES, HEADS_FIRST)),
@@ -389,6 +420,7 @@ def attention_prefill_hopper(
         TILE=plan.tile,
         STAGES=plan.num_stages,
         HEADS_FIRST=plan.heads_first,
+        PERSISTENT=plan.persistent,
         PINNED=plan.pinned,
         TURNS=plan.turns,
         num_warps=4,
