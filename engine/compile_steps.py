@@ -1,0 +1,86 @@
+"""Compiles what steps of many sizes need before any of them runs: in parallel, on one layer. CUDA only.
+
+Nothing that a kernel would have written is used as a place: token ids, slots and blocks are zeros from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+
+import torch
+
+from manta.kernels.compile_ahead import compiling_only
+from manta.kernels.sampling import argmax
+
+from .batch import SlotState
+from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind
+from .kv_cache import CacheLayout
+from .layers.attention import AttentionBatch, PrefillRows
+from .models.decoder import Decoder
+
+
+@torch.inference_mode()
+def compile_steps(
+    model: Decoder,
+    layout: CacheLayout,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_tokens: int,
+    decode_sizes: Sequence[int],
+    deterministic: bool,
+    device: torch.device,
+) -> None:
+    """Kernels of decode steps of `decode_sizes` rows, of prefills of as many pairs of tokens, and of a full prefill.
+
+    Draws: greedy at all sizes, the others for one row. Kernels that are compiled or in Triton's cache cost nothing.
+    """
+    first = copy.copy(model)
+    first.layers = model.layers[:1]
+    caches = layout.allocate(1, device)[:1]
+    state = SlotState.allocate(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=layout.block_size, device=device
+    )
+    kinds = [(Draw.GREEDY, size) for size in decode_sizes] + [(draw, 1) for draw in (Draw.PLAIN, Draw.FILTERED)]
+    with compiling_only(os.cpu_count() or 1):
+        for draw, size in kinds:
+            buffers = DecodeBuffers(size, no_slot=max_num_seqs, device=device)
+            for tensor in buffers.upload.tensors.values():
+                tensor.zero_()
+            step = DecodeStep(
+                StepKind(draw),
+                buffers,
+                model=first,
+                caches=caches,
+                state=state,
+                block_size=layout.block_size,
+                decodes_as_prefills=deterministic,
+            )
+            step.run()
+        for num_seqs, length in [*((size, 2) for size in decode_sizes), (1, max_num_tokens)]:
+            _prefill(first, layout, state, num_seqs, length, device)
+
+
+def _prefill(
+    model: Decoder, layout: CacheLayout, state: SlotState, num_seqs: int, length: int, device: torch.device
+) -> None:
+    """Prompts of `length` tokens, all in block 0, and a greedy draw for each."""
+
+    def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    num_tokens = num_seqs * length
+    rows = PrefillRows(
+        block_table=state.block_table,
+        table_rows=zeros(num_seqs, torch.int32),
+        seq_lens=zeros(num_seqs, torch.int32) + length,
+        query_start=torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=device),
+        max_query_len=length,
+        max_seq_len=length,
+    )
+    batch = AttentionBatch(zeros(num_tokens, torch.int64), zeros(num_tokens, torch.int64), None, rows)
+    caches = layout.allocate(1, device)[:1]
+    residual = model.forward(zeros(num_tokens, torch.int64), batch, caches)
+    argmax(model.logits(residual[:num_seqs]))
