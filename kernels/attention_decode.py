@@ -12,6 +12,7 @@ import triton.language as tl
 
 from . import decode_schedule, runtime
 from .decode_schedule import DecodeConfig, DecodeShape, DecodeWorkspace, find_part
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .merge_parts import launch_merge, merge_group
 from .runtime import jit
 
@@ -161,6 +162,7 @@ def _attention_decode_kernel(
     SWAPPED: tl.constexpr,
     INLINE_PTX: tl.constexpr,
     MERGES_APART: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one part of one sequence, one KV head with its group of query heads.
 
@@ -170,6 +172,8 @@ def _attention_decode_kernel(
     """
     pid_kv = tl.program_id(0)
     pid_part = tl.program_id(1)
+    if PDL:
+        wait_for_predecessor()
     num_shared = pid_kv * 0
     if members_ptr is not None:
         num_shared = tl.load(num_shared_ptr)
@@ -242,6 +246,8 @@ def _attention_decode_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         running_max = new_max
 
+    if PDL:
+        let_successor_start()
     if SWAPPED:
         acc = tl.trans(acc)
     acc = acc / running_sum[:, None]
@@ -346,6 +352,7 @@ def launch_parts(
     num_seqs = q.shape[0]
     num_parts = num_seqs + config.spare(num_seqs)
     workspace.check(num_seqs, num_parts * q.shape[1], shape.num_kv_heads)
+    dependent = has_dependent_launch(q)
     _attention_decode_kernel[(shape.num_kv_heads, num_parts)](
         q,
         key_cache,
@@ -380,6 +387,8 @@ def launch_parts(
         SWAPPED=config.swapped,
         INLINE_PTX=config.inline_ptx and runtime.has_inline_ptx(q),
         MERGES_APART=config.merges_apart,
+        PDL=dependent,
+        launch_pdl=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

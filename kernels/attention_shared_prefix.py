@@ -16,6 +16,7 @@ import triton.language as tl
 from . import decode_schedule, runtime
 from .attention_decode import LOG2_E, attention_decode_reference, launch_parts, page_of
 from .decode_schedule import DecodeShape, DecodeWorkspace
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .merge_parts import launch_merge
 from .runtime import jit
 
@@ -78,6 +79,7 @@ def _shared_prefix_kernel(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     INLINE_PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one KV head, a tile of members' queries with the heads of the group, one part of the prefix.
 
@@ -87,6 +89,8 @@ def _shared_prefix_kernel(
     pid_kv = tl.program_id(0)
     pid_slot = tl.program_id(1)
     QUERIES: tl.constexpr = BLOCK_M // BLOCK_GROUP
+    if PDL:
+        wait_for_predecessor()
     num_shared = tl.load(num_shared_ptr)
     num_members = pid_slot * 0
     for begin in range(0, num_seqs, BLOCK_SEQS):
@@ -166,6 +170,8 @@ def _shared_prefix_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         running_max = new_max
 
+    if PDL:
+        let_successor_start()
     row = prefix_begin + (pid_slot * KV_HEADS + pid_kv).to(tl.int64) * BLOCK_M + offs_m
     mask_out = mask_m[:, None] & mask_d[None, :]
     tl.store(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], acc / running_sum[:, None], mask=mask_out)
@@ -220,6 +226,7 @@ def attention_shared_prefix(
     num_slots = decode_schedule.prefix_slots(num_seqs, shape, tiles, runtime.num_multiprocessors(q.device))
     prefix_begin = (num_seqs + config.spare(num_seqs)) * num_heads
     workspace.check(num_seqs, prefix_begin + num_slots * num_kv_heads * tiles.block_m, num_kv_heads)
+    dependent = has_dependent_launch(q)
     _shared_prefix_kernel[(num_kv_heads, num_slots)](
         q,
         key_cache,
@@ -249,6 +256,8 @@ def attention_shared_prefix(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         TILE=tiles.tile,
         INLINE_PTX=runtime.has_inline_ptx(q),
+        PDL=dependent,
+        launch_pdl=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

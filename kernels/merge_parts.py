@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .decode_schedule import DecodeShape, DecodeWorkspace
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 
 
@@ -83,6 +84,7 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     PREFIX_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one sequence and head. Leaves sequences alone whose only part wrote their output.
 
@@ -91,6 +93,8 @@ def _merge_kernel(
     """
     pid_head = tl.program_id(0)
     pid_seq = tl.program_id(1)
+    if PDL:
+        wait_for_predecessor()
     seq_len = tl.load(seq_lens_ptr + pid_seq)
     record = records_ptr + pid_seq * 4
     first_part = tl.load(record)
@@ -118,6 +122,8 @@ def _merge_kernel(
         acc, running_max, running_sum, partial_ptr, log_sum_ptr, first_row, KV_HEADS * GROUP,
         num_parts, HEAD_DIM, BLOCK_D, BLOCK_PARTS,
     )  # fmt: skip
+    if PDL:
+        let_successor_start()
     out_offset = pid_seq.to(tl.int64) * out_stride + pid_head * out_head_stride
     out = (acc / running_sum).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_offset + offs_d, out, mask=offs_d < HEAD_DIM)
@@ -136,6 +142,7 @@ def launch_merge(
 ) -> None:
     """Merge what `launch_parts` with `merges_apart` and, with `members`, the pass over the shared prefix left."""
     num_seqs, num_heads, head_dim = out.shape
+    dependent = has_dependent_launch(out)
     _merge_kernel[(num_heads, num_seqs)](
         workspace.partial,
         workspace.log_sum,
@@ -153,5 +160,7 @@ def launch_merge(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_PARTS=16,
         PREFIX_ROWS=prefix_rows,
+        PDL=dependent,
+        launch_pdl=dependent,
         num_warps=1,
     )

@@ -74,13 +74,16 @@ def decode_shape(dtype: str, dim: int, page: int, heads: int, kv: int) -> Decode
     return DecodeShape(kv, heads // kv, dim, ITEM_SIZE[dtype], page)
 
 
-def decode_config(shape: DecodeShape, num_seqs: int, config: DecodeConfig, *, shares: bool = False) -> Config:
+def decode_config(
+    shape: DecodeShape, num_seqs: int, config: DecodeConfig, *, capability: int, shares: bool = False
+) -> Config:
     kernel = attention_decode._attention_decode_kernel
     constants = {
         "KV_HEADS": shape.num_kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "PAGE": shape.page,
         "BLOCK_SEQS": decode_schedule.block_seqs(num_seqs), "BLOCK_M": max(16, triton.next_power_of_2(shape.group)),
         "BLOCK_D": max(16, triton.next_power_of_2(shape.head_dim)), "TILE": config.tile, "SWAPPED": config.swapped,
         "INLINE_PTX": config.inline_ptx, "MERGES_APART": config.merges_apart or shares,
+        "PDL": capability >= 90,
     }  # fmt: skip
     if not shares:
         constants |= {"members_ptr": None, "num_shared_ptr": None}
@@ -106,8 +109,8 @@ def decode_configs(
     entries = device_tables.get("attention_decode", {}).get(shape.key, [])
     chosen = [(entry.get("rows", 1024), decode_schedule.config_of(entry)) for entry in entries]
     chosen += [(rows, decode_schedule.default_config(rows, shape, 132)) for rows in (1, 16, 256)]
-    configs = [decode_config(shape, rows, config) for rows, config in chosen]
-    configs.append(decode_config(shape, *chosen[-1], shares=True))
+    configs = [decode_config(shape, rows, config, capability=capability) for rows, config in chosen]
+    configs.append(decode_config(shape, *chosen[-1], capability=capability, shares=True))
     tiles = decode_schedule.default_prefix_tiles(shape)
     prefix = attention_shared_prefix._shared_prefix_kernel
     configs.append(
@@ -119,6 +122,7 @@ def decode_configs(
                 "KV_HEADS": kv, "GROUP": shape.group, "HEAD_DIM": dim, "PAGE": page, "BLOCK_SEQS": 128,
                 "BLOCK_GROUP": triton.next_power_of_2(shape.group), "BLOCK_M": tiles.block_m,
                 "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile, "INLINE_PTX": True,
+                "PDL": capability >= 90,
             },
             tiles.num_warps,
             tiles.num_stages,
@@ -129,9 +133,9 @@ def decode_configs(
     return list({config.name: config for config in configs}.values())
 
 
-def merge_configs() -> list[Config]:
+def merge_configs(capability: int) -> list[Config]:
     kernel = merge_parts._merge_kernel
-    sizes = {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16}
+    sizes = {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16, "PDL": capability >= 90}
     none = {"members_ptr": None, "num_shared_ptr": None}
     types = attention_types(" ".join(kernel.arg_names))
     return [
@@ -269,6 +273,7 @@ def linear_config(kind: str, rows: int, k_size: int, tiles: linear.Tiles | None,
         blocks["out"] = (tiles.block_m, width)
         descriptors = {f"{which}_desc": f"tensordesc<{{dtype}}[{m},{n}]>" for which, (m, n) in blocks.items()}
         types, not_divisible = linear_types(kernel) | descriptors, ("num_rows", "k_blocks_per_split", *descriptors)
+        flags["out_desc" if tiles.splits > 1 else "out_ptr"] = None
     return Config(
         name, kernel, types, flags, tiles.num_warps, tiles.num_stages, not_divisible, expects_wgmma=True
     )  # fmt: skip
@@ -282,7 +287,7 @@ def matrix() -> list[Any]:
             if dtype == "bf16" or capability == 90 or FULL:
                 configs += small_configs(capability)
             if dtype == "bf16":
-                configs += merge_configs()
+                configs += merge_configs(capability)
             if dtype != "fp32":
                 configs += linear_configs(capability)
             if FULL:
