@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 
 import triton
 
@@ -110,23 +111,22 @@ def _tiled(kind: str, n_size: int, k_size: int, rows: int, multiprocessors: int)
         blocks = triton.cdiv(rows, block_m) * triton.cdiv(n_size, block_n)
         if rows >= 1024 and block_m * block_n < 128 * 128:
             continue
-        for subtiles in (1, 2):
-            shared = _shared_bytes(kind, block_m, block_n, block_k, num_stages, subtiles)
-            if shared > SHARED_BYTES or (subtiles == 2 and block_m * block_n < 128 * 256):
+        for subtiles, programs in product((1, 2), (1, 2)):
+            if (subtiles == 2 and block_m * block_n < 128 * 256) or programs * block_m * block_n > 256 * 128:
                 continue
-            for programs in (1, 2):
-                if programs * shared > SHARED_BYTES or programs * block_m * block_n > 256 * 128:
+            for splits in _SPLITS if programs == subtiles == 1 else (1,):
+                if splits > 1 and (k_size // splits < 4 * block_k or blocks * splits > 4 * multiprocessors):
                     continue
-                for splits in _SPLITS if programs == 1 else (1,):
-                    if splits == 1 or (k_size // splits >= 4 * block_k and blocks * splits <= 4 * multiprocessors):
-                        yield GemmTiles(block_m, block_n, block_k, num_warps, num_stages, splits, subtiles, programs)
+                tiles = GemmTiles(block_m, block_n, block_k, num_warps, num_stages, splits, subtiles, programs)
+                if programs * _shared_bytes(kind, tiles) <= SHARED_BYTES:
+                    yield tiles
 
 
-def _shared_bytes(kind: str, block_m: int, block_n: int, block_k: int, num_stages: int, subtiles: int) -> int:
-    """Operands in flight and the tile on its way out, a residual's on its way in."""
-    tile = 2 * block_m * block_n // subtiles
-    epilogue = tile // 2 if kind == "gated" else tile
-    return 2 * num_stages * block_k * (block_m + block_n) + epilogue + 512
+def _shared_bytes(kind: str, tiles: GemmTiles) -> int:
+    """Operands in flight and the tile on its way out; a residual on its way in needs as much again."""
+    tile = 2 * tiles.block_m * tiles.block_n // tiles.subtiles
+    epilogue = tile if tiles.splits > 1 else {"gated": tile // 2, "plain": tile, "add": 2 * tile}[kind]
+    return 2 * tiles.num_stages * tiles.block_k * (tiles.block_m + tiles.block_n) + epilogue + 512
 
 
 def predicted_s(tiles: Tiles, n_size: int, k_size: int, rows: int, multiprocessors: int) -> float:
@@ -139,7 +139,7 @@ def predicted_s(tiles: Tiles, n_size: int, k_size: int, rows: int, multiprocesso
         blocks = triton.cdiv(n_size, tiles.block_n)
     else:
         block_m, splits = tiles.block_m, tiles.splits
-        shared = _shared_bytes("plain", block_m, tiles.block_n, tiles.block_k, tiles.num_stages, tiles.subtiles)
+        shared = _shared_bytes("plain", tiles)
         resident = tiles.programs if splits == 1 else max(1, min(2, SHARED_BYTES // (shared + 1024)))
         blocks = triton.cdiv(n_size, tiles.block_n) * triton.cdiv(rows, block_m)
     programs = blocks * splits

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import runtime
 from .runtime import jit
-from .split_k import counters, sum_splits
+from .split_k import counters, finish_tile, store_part
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,14 @@ def _gemm_kernel(
     weight_desc,
     bias_ptr,
     out_desc,
+    out_ptr,
     partial_ptr,
     counter_ptr,
     num_rows,
     n_size,
     k_size,
     k_blocks_per_split,
+    out_stride,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -120,9 +122,11 @@ def _gemm_kernel(
                 x = x_desc.load([row, block * BLOCK_K])
                 weight = weight_desc.load([column, block * BLOCK_K])
                 acc = tl.dot(x, weight.T, acc)
-            is_last, acc = sum_splits(acc, partial_ptr, counter_ptr, tile, split, BLOCK_M, BLOCK_N, SPLITS)
-            if is_last:
-                _store_tile(acc, bias_ptr, out_desc, row, column, n_size, GATED, RESIDUAL, BLOCK_M, BLOCK_N, SUBTILES)
+            if store_part(acc, partial_ptr, counter_ptr, tile, split, num_rows - row, False, SPLITS):
+                finish_tile(
+                    partial_ptr, counter_ptr, bias_ptr, out_ptr, tile, row, column, num_rows, n_size, out_stride,
+                    GATED, RESIDUAL, BLOCK_M, BLOCK_N, SPLITS,
+                )  # fmt: skip
 
 
 def can_tile(x: torch.Tensor, n_size: int) -> bool:
@@ -158,27 +162,32 @@ def gemm(
         out = torch.empty((num_rows, n_size // 2 if gated else n_size), dtype=x.dtype, device=x.device)
     num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(n_size, tiles.block_n)
     partial = counter = None
+    # A single row's stride says nothing, and descriptors accept no odd one.
+    x_stride = x.stride(0) if num_rows > 1 else k_size
+    out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
     num_programs = min(num_tiles, tiles.programs * runtime.num_multiprocessors(x.device))
     if tiles.splits > 1:
         parts = num_tiles * tiles.splits * tiles.block_m * tiles.block_n
         partial = torch.empty(parts, dtype=torch.float32, device=x.device)
         counter = counters(x.device, num_tiles)
         num_programs = num_tiles * tiles.splits
-    width = tiles.block_n // tiles.subtiles // (2 if gated else 1)
-    # A single row's stride says nothing, and descriptors accept no odd one.
-    x_stride = x.stride(0) if num_rows > 1 else k_size
-    out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
+        out_desc = None
+    else:
+        width = tiles.block_n // tiles.subtiles // (2 if gated else 1)
+        out_desc = TensorDescriptor(out, [num_rows, out.shape[1]], [out_stride, 1], [tiles.block_m, width])
     _gemm_kernel[(num_programs,)](
         TensorDescriptor(x, [num_rows, k_size], [x_stride, 1], [tiles.block_m, tiles.block_k]),
         TensorDescriptor(weight, [n_size, k_size], [k_size, 1], [tiles.block_n, tiles.block_k]),
         bias,
-        TensorDescriptor(out, [num_rows, out.shape[1]], [out_stride, 1], [tiles.block_m, width]),
+        out_desc,
+        out if tiles.splits > 1 else None,
         partial,
         counter,
         num_rows,
         n_size,
         k_size,
         triton.cdiv(triton.cdiv(k_size, tiles.block_k), tiles.splits),
+        out_stride,
         GATED=gated,
         RESIDUAL=residual is not None,
         BLOCK_M=tiles.block_m,

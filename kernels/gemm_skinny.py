@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
-from .split_k import counters, sum_splits
+from .split_k import counters, finish_tile, store_part
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ def _skinny_kernel(
     if PDL:
         let_successor_start()
     if SPLITS > 1:
-        is_last, acc = sum_splits(acc, partial_ptr, counter_ptr, pid_n, split, BLOCK_N, BLOCK_M, SPLITS)
-        if is_last:
-            _store_transposed(
-                acc, bias_ptr, out_ptr, pid_n, num_rows, n_size, out_stride, GATED, RESIDUAL, BLOCK_M, BLOCK_N
-            )
+        if store_part(acc, partial_ptr, counter_ptr, pid_n, split, num_rows, True, SPLITS):
+            finish_tile(
+                partial_ptr, counter_ptr, bias_ptr, out_ptr, pid_n, 0, pid_n * BLOCK_N, num_rows, n_size, out_stride,
+                GATED, RESIDUAL, BLOCK_M, BLOCK_N, SPLITS,
+            )  # fmt: skip
     else:
         _store_transposed(
             acc, bias_ptr, out_ptr, pid_n, num_rows, n_size, out_stride, GATED, RESIDUAL, BLOCK_M, BLOCK_N

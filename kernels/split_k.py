@@ -19,22 +19,71 @@ _MAX_TILES = 4096
 
 
 @jit
-def sum_splits(
-    acc, partial_ptr, counter_ptr, tile, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Whether this program was the last of its tile's, and then the sum of all parts of `acc` [ROWS, COLUMNS] fp32."""
-    offs = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    parts = partial_ptr + tile.to(tl.int64) * (SPLITS * ROWS * COLUMNS) + offs
-    tl.store(parts + split * (ROWS * COLUMNS), acc)
+def store_part(acc, partial_ptr, counter_ptr, tile, split, num_rows, TRANSPOSED: tl.constexpr, SPLITS: tl.constexpr):
+    """Keep one part of a tile, `acc` fp32 [rows, columns] or TRANSPOSED; whether it was the last of SPLITS to come.
+
+    Only the first `num_rows` rows are kept.
+    """
+    SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+    part = partial_ptr + (tile.to(tl.int64) * SPLITS + split) * SIZE
+    offs_0 = tl.arange(0, acc.shape[0])[:, None]
+    offs_1 = tl.arange(0, acc.shape[1])[None, :]
+    if TRANSPOSED:
+        tl.store(part + offs_1 * acc.shape[0] + offs_0, acc, mask=offs_1 < num_rows)
+    else:
+        tl.store(part + offs_0 * acc.shape[1] + offs_1, acc, mask=offs_0 < num_rows)
     tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
-    is_last = arrived == SPLITS - 1
-    if is_last:
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    return tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+
+
+@jit
+def finish_tile(
+    partial_ptr,
+    counter_ptr,
+    bias_ptr,
+    out_ptr,
+    tile,
+    row,
+    column,
+    num_rows,
+    n_size,
+    out_stride,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Add up the parts of the tile [ROWS, COLUMNS] at (row, column) of x W^T; bias, gate or residual; store.
+
+    A few rows at a time: the accumulator's layout, and registers for a whole tile, are behind us.
+    """
+    STEP: tl.constexpr = ROWS if ROWS * COLUMNS <= 2048 else 2048 // COLUMNS
+    offs_n = tl.arange(0, COLUMNS)
+    parts = partial_ptr + tile.to(tl.int64) * (SPLITS * ROWS * COLUMNS)
+    for first in range(0, tl.minimum(ROWS, num_rows - row), STEP):
+        offs_m = first + tl.arange(0, STEP)
+        mask_m = row + offs_m < num_rows
+        offs = offs_m[:, None] * COLUMNS + offs_n[None, :]
+        out = tl.zeros([STEP, COLUMNS], tl.float32)
         for part in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-            acc += tl.load(parts + part * (ROWS * COLUMNS), cache_modifier=".cg")
-        tl.store(counter_ptr + tile, 0)
-    return is_last, acc
+            out += tl.load(parts + part * (ROWS * COLUMNS) + offs, mask=mask_m[:, None], cache_modifier=".cg")
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column + offs_n, mask=column + offs_n < n_size, other=0.0)
+            out += bias.to(tl.float32)[None, :]
+        if GATED:
+            gate, up = out.reshape(STEP, COLUMNS // 2, 2).split()
+            out = gate * tl.sigmoid(gate) * up
+            offs_out = column // 2 + tl.arange(0, COLUMNS // 2)
+            mask = mask_m[:, None] & (offs_out < n_size // 2)[None, :]
+        else:
+            offs_out = column + offs_n
+            mask = mask_m[:, None] & (offs_out < n_size)[None, :]
+        places = out_ptr + (row + offs_m).to(tl.int64)[:, None] * out_stride + offs_out[None, :]
+        if RESIDUAL:
+            out += tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(places, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(counter_ptr + tile, 0)
 
 
 @cache
