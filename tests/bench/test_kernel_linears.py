@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from manta.bench import kernel_linears
+from manta.bench import kernel_linears, kernel_timing
 from manta.bench.kernel_candidates import SHARED_BYTES, candidates
 from manta.bench.kernel_linears import Layer, Operands, entries_of, layers_of, measure, variant
-from manta.bench.kernel_timing import LLAMA_8B, LLAMA_70B_RANK, MODELS, Peaks
+from manta.bench.kernel_timing import LLAMA_8B, LLAMA_70B_RANK, MODELS, ModelShape, Peaks
 from manta.kernels import linear
 from manta.kernels.gemm import GemmTiles
 from manta.kernels.gemm_skinny import SkinnyTiles
@@ -134,3 +134,25 @@ def test_results_are_checked_against_fp32(kind: str) -> None:
         expected = operands.expected(rows)
         assert operands.relative_error(None, rows, expected) < kernel_linears.MAX_RELATIVE_ERROR
         assert operands.relative_error(None, rows, 1.02 * expected) > kernel_linears.MAX_RELATIVE_ERROR
+
+
+def test_every_timed_call_works_on_small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def by_library(layer: Layer, rows: int, device: torch.device) -> None:
+        asked.append((layer.name, rows))
+
+    monkeypatch.setattr(kernel_timing, "ROTATE_BYTES", 1)
+    monkeypatch.setattr(kernel_timing, "time_us", lambda calls: 2.0 + 0 * len([call() for call in calls]))
+    monkeypatch.setattr(kernel_linears, "shipped_tiles", by_library)
+    monkeypatch.setattr(kernel_linears, "DETERMINISTIC_TILES", None)
+    monkeypatch.setattr(kernel_linears, "ROWS", (1, 3, 600))
+    monkeypatch.setattr(kernel_linears, "DETERMINISTIC_ROWS", (3,))
+    shape = ModelShape("8b", hidden=64, inter=96, heads=4, kv_heads=2, dim=16, vocab=300)
+    lines = list(kernel_linears.bench(Peaks(1e12, 1e14), CPU, shape))
+    names = ("qkv", "o", "gate_up", "down", "head")
+    assert asked == [(name, rows) for name in names for rows in (1, 3, 600) if (name, rows) != ("head", 600)]
+    assert {line.kernel for line in lines} == {
+        f"{what}_{name}" for what in ("linear", "deterministic") for name in names
+    }
+    assert all(line.time_us == 2.0 and line.ratio in (1.0, None) for line in lines)
