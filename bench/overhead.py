@@ -42,7 +42,7 @@ class Sizes:
     """Requests, one after the other, for the time to first token."""
     single_tokens: int = 8
     idle_s: float = 5.0
-    repeats: int = 2
+    repeats: int = 5
 
 
 @dataclass

@@ -15,6 +15,8 @@ from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.replicas.step_histogram import StepHistogram
 
+from .sse import Outbox
+
 if TYPE_CHECKING:
     from manta.engine.tokenizer import Tokenizer
 
@@ -133,6 +135,7 @@ class EdgeContext:
     """Most sequences (prompts times n) that one request may ask for."""
     drain_retry_after_s: float = 5.0
     """Told to clients that come while this edge drains."""
+    outbox: Outbox = field(default_factory=Outbox)
     _draining: bool = False
     _open: set[OpenRequest] = field(default_factory=set)
 

@@ -47,7 +47,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         arrival_s = time.monotonic()
-        stream = EventStream(send)
+        stream = EventStream(send, self._context.outbox)
         job: Job | None = None
         error: Exception | None = None
         with self._context.open_request() as request:

@@ -21,6 +21,9 @@ DONE = b"data: [DONE]\n\n"
 MAX_UNSENT_BYTES = 8 * 2**20
 """What one stream may keep for a client that does not read, beside the buffers of its connection."""
 
+MAX_GATHERED = 128
+"""Streams whose events are made before the first of them is sent."""
+
 _MARK = "\u0000text\u0000"
 
 encode_json = msgspec.json.Encoder().encode
@@ -41,43 +44,82 @@ class TextEvent:
         return self._head + encode_json(text) + self._tail
 
 
+class Outbox:
+    """Streams with something to send, sent one after the other when the callback that filled them is over.
+
+    The proxy behind the connections then wakes once for many events: sent as they are made, each would wake it.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: EventStream) -> None:
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._streams.append(stream)
+        if len(self._streams) == MAX_GATHERED:  # nor should the first of very many wait for the last
+            self._flush()
+
+    def _flush(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
 class EventStream:
     """The reply of a streamed request. Headers go out with the first events, so that a refusal has a real status.
 
-    `write` may be called outside of any task: it sends at once as long as the client reads. For one that does not,
-    events wait here, bounded, and a task of their own sends them in order.
+    `write` may be called outside of any task: events are sent within the same turn of the event loop as long as the
+    client reads. For one that does not they wait here, bounded, and a task of their own sends them in order.
     """
 
-    def __init__(self, send: Send, *, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+    def __init__(self, send: Send, outbox: Outbox, *, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         self._send = send
+        self._outbox = outbox
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
+        self._is_in_outbox = False
         self._sender: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
         self.has_begun = False
 
     def write(self, events: bytes) -> None:
-        """Send whole events now, or as soon as the client reads again. Raises SlowReader when too much waits."""
-        if self._sender is None:
-            started = _start(self._send_events(events))
-            if started is not None:
-                self._sender = asyncio.get_running_loop().create_task(self._go_on(started))
-            return
-        if self._sender.done():
-            self._sender.result()
+        """Send whole events soon, or as soon as the client reads again. Raises SlowReader when too much waits."""
+        if self._error is not None:
+            raise self._error
         self._unsent.append(events)
         self._num_unsent_bytes += len(events)
-        if self._num_unsent_bytes > self._max_unsent_bytes:
+        if self._sender is None:
+            if not self._is_in_outbox:
+                self._is_in_outbox = True
+                self._outbox.add(self)
+        elif self._num_unsent_bytes > self._max_unsent_bytes:
             raise SlowReader(f"The client left {self._num_unsent_bytes} bytes of its stream unread.")
+
+    def flush(self) -> None:
+        """For the outbox: send what waits, in no task as long as the client reads."""
+        self._is_in_outbox = False
+        if not self._unsent or self._sender is not None:
+            return
+        try:
+            started = _start(self._send_events(self._take_unsent()))
+        except Exception as error:  # belongs to the stream's own task, which asks at its next write
+            self._error = error
+            return
+        if started is not None:
+            self._sender = asyncio.get_running_loop().create_task(self._go_on(started))
 
     async def end(self, events: bytes = DONE) -> None:
         """Send the last events, after all that waits, and end the reply."""
         if (sender := self._sender) is not None:
             await asyncio.wait((sender,))  # an interruption of this wait leaves the sender alone
-            sender.result()
+        if self._error is not None:
+            raise self._error
         if not self.has_begun:
             await self._begin()
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        body = self._take_unsent() + events
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, reply: ErrorReply) -> None:
         """End a stream that has begun with an error event. No [DONE] follows: the answer is not complete."""
@@ -85,8 +127,13 @@ class EventStream:
 
     def close(self) -> None:
         """Forget what waits. Nothing may be written any more."""
+        self._unsent = []
         if self._sender is not None:
             self._sender.cancel()
+
+    def _take_unsent(self) -> bytes:
+        unsent, self._unsent, self._num_unsent_bytes = self._unsent, [], 0
+        return unsent[0] if len(unsent) == 1 else b"".join(unsent)
 
     def _send_events(self, events: bytes) -> Awaitable[None]:
         if not self.has_begun:
@@ -102,11 +149,14 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
 
     async def _go_on(self, started: Awaitable[None]) -> None:
-        await started
-        while self._unsent:
-            events, self._unsent, self._num_unsent_bytes = b"".join(self._unsent), [], 0
-            await self._send_events(events)
-        self._sender = None
+        try:
+            await started
+            while self._unsent:
+                await self._send_events(self._take_unsent())
+        except Exception as error:
+            self._error = error
+        finally:
+            self._sender = None
 
 
 def _start(awaitable: Awaitable[None]) -> _Started | None:

@@ -13,7 +13,7 @@ import pytest
 
 from manta.engine.request import FinishReason
 from manta.replicas.edge.errors import SlowReader
-from manta.replicas.edge.sse import DONE, EventStream
+from manta.replicas.edge.sse import DONE, MAX_GATHERED, EventStream, Outbox
 from tests.replicas.edge.local_server import LocalServer, local_server, sim_config, write_byte_model
 from tests.replicas.edge.server import eventually
 
@@ -43,23 +43,55 @@ async def turns(number: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def test_events_leave_at_once_while_the_client_reads() -> None:
+async def test_events_leave_within_the_turn_in_which_they_were_made() -> None:
     client = Client()
-    stream = EventStream(client.send)
+    stream = EventStream(client.send, Outbox())
     for part in (b"a", b"b", b"c"):
-        stream.write(part)  # not one turn of the event loop in between
+        stream.write(part)
+        await asyncio.sleep(0)  # one turn of the event loop
     assert [message["type"] for message in client.received] == ["http.response.start"] + ["http.response.body"] * 3
     await stream.end()
     assert client.body == b"abc" + DONE
     assert [message.get("more_body") for message in client.received[1:]] == [True, True, True, False]
 
 
+async def test_what_is_made_in_one_turn_is_one_message_also_with_the_end() -> None:
+    client = Client()
+    stream = EventStream(client.send, Outbox())
+    stream.write(b"a")
+    stream.write(b"b")
+    await asyncio.sleep(0)
+    stream.write(b"c")
+    await stream.end()
+    await turns()
+    assert [message.get("body") for message in client.received[1:]] == [b"ab", b"c" + DONE]
+
+
+async def test_streams_are_sent_in_order_and_the_first_of_many_waits_for_few() -> None:
+    outbox, order = Outbox(), []
+
+    def make(name: int) -> EventStream:
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                order.append(name)
+
+        return EventStream(send, outbox)
+
+    streams = [make(name) for name in range(2 * MAX_GATHERED + 3)]
+    for index, stream in enumerate(streams):
+        stream.write(b"x")
+        assert len(order) == (index + 1) // MAX_GATHERED * MAX_GATHERED
+    await asyncio.sleep(0)
+    assert order == list(range(len(streams)))
+
+
 @pytest.mark.parametrize("num_sent_before", [0, 1])
 async def test_events_for_a_slow_client_keep_their_order_and_are_joined(num_sent_before: int) -> None:
     client = Client()
-    stream = EventStream(client.send)
+    stream = EventStream(client.send, Outbox())
     for _ in range(num_sent_before):
         stream.write(b"-")
+        await turns()
     client.reads.clear()
     for index in range(10):
         stream.write(b"%d" % index)
@@ -71,9 +103,11 @@ async def test_events_for_a_slow_client_keep_their_order_and_are_joined(num_sent
     # The headers (once), what was sent before, the event that had to wait, and the others in one message.
     assert len(client.received) == 1 + num_sent_before + 2
     stream.write(b"x")
+    await turns()
     assert client.body.endswith(b"9x")
     client.reads.clear()
     stream.write(b"y")
+    await turns()
     ending = asyncio.create_task(stream.end())
     await turns()
     assert not ending.done()
@@ -84,9 +118,10 @@ async def test_events_for_a_slow_client_keep_their_order_and_are_joined(num_sent
 
 async def test_what_waits_for_a_client_is_bounded() -> None:
     client = Client()
-    stream = EventStream(client.send, max_unsent_bytes=100)
+    stream = EventStream(client.send, Outbox(), max_unsent_bytes=100)
     client.reads.clear()
     stream.write(b"first")
+    await turns()
     for _ in range(10):
         stream.write(b"." * 10)
     with pytest.raises(SlowReader, match="110 bytes"):
@@ -99,9 +134,10 @@ async def test_what_waits_for_a_client_is_bounded() -> None:
 
 async def test_an_interrupted_end_can_still_say_why() -> None:
     client = Client()
-    stream = EventStream(client.send)
+    stream = EventStream(client.send, Outbox())
     client.reads.clear()
     stream.write(b"a")
+    await turns()
     ending = asyncio.create_task(stream.end())
     await turns()
     ending.cancel()
@@ -111,16 +147,22 @@ async def test_an_interrupted_end_can_still_say_why() -> None:
     assert client.body == b"abecause"
 
 
-async def test_a_connection_that_breaks_while_events_wait_is_noticed() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_connection_that_breaks_is_noticed(waits: bool) -> None:
     client = Client()
-    stream = EventStream(client.send)
-    client.reads.clear()
+    stream = EventStream(client.send, Outbox())
+    if waits:
+        client.reads.clear()
+    client.fails = not waits
     stream.write(b"a")
+    await turns()
     client.fails = True
     client.reads.set()
     await turns()
     with pytest.raises(ConnectionResetError):
         stream.write(b"b")
+    with pytest.raises(ConnectionResetError):
+        await stream.end()
 
 
 NUM_TOKENS = 900
