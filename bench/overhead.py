@@ -65,6 +65,14 @@ class Sample:
         return (self.busy_cpu_s - self.idle_cpu_s_per_s * self.duration_s) * 1e6 / self.num_tokens
 
 
+def cpu_us_per_token(samples: Sequence[Sample]) -> float:
+    """Over all bursts together: Ray works in periods of many seconds, so that one idle window says little."""
+    idle_cpu_s_per_s = sum(sample.idle_cpu_s_per_s for sample in samples) / len(samples)
+    busy_cpu_s = sum(sample.busy_cpu_s for sample in samples)
+    idle_cpu_s = idle_cpu_s_per_s * sum(sample.duration_s for sample in samples)
+    return (busy_cpu_s - idle_cpu_s) * 1e6 / sum(sample.num_tokens for sample in samples)
+
+
 def lags_s(records: Sequence[RequestRecord], step_s: float) -> list[float]:
     """By how much each stream's last token came later after its first than the device's pace says."""
     return [
@@ -203,7 +211,7 @@ class Overhead:
         records = [record for sample in samples for record in sample.load.records]
         lags = lags_s(records, self._sizes.step_ms / 1e3)
         middle = sorted(samples, key=lambda sample: sample.cpu_us_per_token)[(len(samples) - 1) // 2]
-        self._figure(f"{name}_cpu_us_per_token", median([sample.cpu_us_per_token for sample in samples]))
+        self._figure(f"{name}_cpu_us_per_token", cpu_us_per_token(samples))
         self._figure(f"{name}_idle_cpu_ms_per_s", median([sample.idle_cpu_s_per_s for sample in samples]) * 1e3)
         num_events = sum(record.num_events for record in records)
         self._figure(f"{name}_events_per_token", num_events / sum(record.num_output_tokens for record in records))

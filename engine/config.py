@@ -59,7 +59,9 @@ class CacheConfig(Section):
 class SchedulerConfig(Section):
     """The budget of one step and the bound of the queue."""
 
-    max_num_seqs: int = Field(default=256, ge=1, description="requests that run at once")
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, description="requests that run at once; default 1024 on CUDA, else 256"
+    )
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="tokens a step; default 8192 on CUDA, else 512"
     )

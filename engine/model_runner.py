@@ -12,13 +12,14 @@ import torch
 from manta.kernels.attention_decode import DecodeWorkspace
 from manta.kernels.runtime import keep_freed_memory
 
-from .config import EngineConfig
+from .compile_steps import compile_steps
+from .config import EngineConfig, max_num_seqs_of
 from .errors import ConfigError
 from .kv_cache import GIB, CacheLayout, NumBlocks, blocks_in_device_memory, blocks_in_host_memory, blocks_wanted
 from .model_shape import ModelShape
 from .model_source import ModelSource
 from .models.decoder import Decoder
-from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up
+from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up, warm_up_sizes
 from .runner import ModelRunner, RunnerOptions
 from .weights.load import load_weights
 
@@ -51,8 +52,8 @@ def build_model_runner(
 ) -> BuiltRunner:
     """Load the weights, size and allocate the cache, compile what steps need.
 
-    `report` is told each phase's name and seconds: weights, profile (CUDA), kv_cache, warmup (CUDA). Raises ConfigError
-    or CheckpointError with a sentence that says what to change.
+    `report` is told each phase's name and seconds: weights, compile (CUDA), profile (CUDA), kv_cache, warmup (CUDA).
+    Raises ConfigError or CheckpointError with a sentence that says what to change.
     """
     phases = _Phases(report)
     device = choose_device(config.device)
@@ -64,7 +65,7 @@ def build_model_runner(
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("highest")  # no TF32
     dtype: torch.dtype = getattr(torch, dtype_name)
-    max_num_seqs = config.scheduler.max_num_seqs
+    max_num_seqs = max_num_seqs_of(config, device.type)
     max_num_batched_tokens = config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 512)
     block_size = config.cache.block_size or (64 if device.type == "cuda" else 16)
     wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
@@ -87,6 +88,17 @@ def build_model_runner(
 
     ledger = {"weights": model.num_weight_bytes, "workspace": _workspace_bytes(model, workspace)}
     if device.type == "cuda":
+        compile_steps(
+            model,
+            layout,
+            max_num_seqs=max_num_seqs,
+            max_model_len=wanted_len,
+            max_num_tokens=max_num_batched_tokens,
+            decode_sizes=warm_up_sizes(max_num_seqs),
+            deterministic=deterministic,
+            device=device,
+        )
+        phases.end("compile")
         with _explained(
             f"a step of scheduler.max_num_batched_tokens = {max_num_batched_tokens} does not fit beside the weights",
             field="scheduler.max_num_batched_tokens",

@@ -73,13 +73,18 @@ def measure_graph_bytes(model: Decoder, layout: CacheLayout, *, max_num_seqs: in
     return torch.cuda.max_memory_allocated(device) - before_bytes
 
 
+def warm_up_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences whose steps have kernels of their own."""
+    return sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)})
+
+
 def warm_up(runner: ModelRunner, *, max_num_seqs: int) -> None:
     """Prefill and decode sequences in every number that has kernels of its own, with every kind of draw.
 
     All of them use block 0, where nothing is cached yet; the runner's slots are free again afterwards.
     """
     step_ids = count()
-    sizes = sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)})
+    sizes = warm_up_sizes(max_num_seqs)
     greedy, drawn, filtered = (
         SamplingParams(temperature=temperature, top_p=top_p, seed=0)
         for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))

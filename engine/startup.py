@@ -113,9 +113,19 @@ def start_engine(config: EngineConfig, report: Report = lambda name, seconds: No
         dtype=device.dtype,
         memory_ledger_bytes=device.memory_ledger_bytes,
         startup_s=phases.seconds,
-        notes=[*device.notes, *_length_note(config.model.max_model_len, shape.max_position_embeddings)],
+        notes=[
+            *device.notes,
+            *_seqs_note(config.scheduler.max_num_seqs, device.max_num_seqs),
+            *_length_note(config.model.max_model_len, shape.max_position_embeddings),
+        ],
     )
     return EngineCore(scheduler, device.runner, info)
+
+
+def _seqs_note(asked: int | None, settled: int) -> list[str]:
+    if asked is not None:
+        return []
+    return [f"up to {settled} requests run at once, which scheduler.max_num_seqs leaves open"]
 
 
 def _length_note(asked: int | None, trained: int) -> list[str]:

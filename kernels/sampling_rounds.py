@@ -80,7 +80,8 @@ def round_kernel(
     maxima = tl.load(chunk_max_ptr + chunk_row + chunks, mask=mask_chunk, other=float("-inf"))
     row_max = tl.max(maxima, 0)
     has_k = (k > 0) & (k < vocab)
-    takes_part = (temperature > 0.0) & (row_max > float("-inf")) & ((p < 1.0) | (min_p > 0.0))
+    is_cut = (p < 1.0) | (min_p > 0.0)
+    takes_part = is_cut & (temperature > 0.0) & (row_max > float("-inf"))  # pyright: ignore[reportOperatorIssue]
     if FIRST:
         if pid_chunk == 0:
             tl.store(settled_ptr + pid_row, -1)
@@ -107,7 +108,9 @@ def round_kernel(
     place = chunk_row + pid_chunk
     score = float("-inf")
     drawn = 0
-    if tl.sum(is_before.to(tl.int32), 0) > 0:  # most chunks of a peaked row have none, and noise is dear
+    num_before = tl.sum(is_before.to(tl.int32), 0)
+    if num_before > 0:  # pyright: ignore[reportOperatorIssue]
+        # Most chunks of a peaked row have none before the proposal, and noise is dear.
         base = base_of(tl.load(seeds_ptr + pid_row), tl.load(positions_ptr + pid_row))
         noisy = tl.where(is_before, scores(x, offs, base, temperature), float("-inf"))
         score, index = tl.max(noisy, 0, return_indices=True)

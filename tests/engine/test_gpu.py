@@ -26,6 +26,8 @@ pytestmark = [
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/golden/smollm2_135m_q4_1.json").read_text())["prompts"]
 IDS = [golden["prompt_ids"] for golden in GOLDEN]
+LLAMA_8B = Path(__file__).parents[2] / "deploy/configs/llama_3_1_8b/config.json"
+HAS_ROOM = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 40 << 30
 PROMPTS = [[5, 17, 99, 3, 44], [20 + i for i in range(150)], [7], [150, 151] * 9]
 SMALL = {"memory_fraction": 0.3, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
 
@@ -220,17 +222,19 @@ def test_rows_that_share_a_prefix_give_the_tokens_of_rows_that_do_not(
     built.runner.close()
 
 
-@pytest.mark.model
+@pytest.mark.skipif(not HAS_ROOM, reason="needs 40 GiB of GPU memory")
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_in_deterministic_mode_tokens_depend_on_nothing_but_the_prompt(cuda_graphs: bool):
-    """bf16: alone, among neighbours, in chunks, behind blocks that another request computed."""
-    built = cuda(
-        "smollm2-135m",
+    """Llama-3.1-8B's shape in bf16: alone, among neighbours, in chunks, behind a block that another one computed."""
+    built = build(
+        LLAMA_8B,
+        device="cuda",
         dtype="bfloat16",
+        load_format="dummy",
         deterministic=True,
         cuda_graphs=cuda_graphs,
         num_blocks=600,
-        block_size=16,
+        max_model_len=2048,
     )
     text = [token for ids in IDS for token in ids]
     prompts = [text[7 * row : 7 * row + 90 + 3 * row] for row in range(17)]
@@ -240,11 +244,11 @@ def test_in_deterministic_mode_tokens_depend_on_nothing_but_the_prompt(cuda_grap
         assert Driver(built).generate(prompts, 40, chunk=chunk)[:4] == alone
     driver = Driver(built)
     driver.tokens |= {0: [], 1: []}
-    shared = [500, 501, 502, 503]
-    for slot, own in ((0, [510, 511, 512, 513]), (1, [520, 521, 522, 523])):
-        start = 0 if slot == 0 else 64  # the second finds four blocks in the cache
+    for slot, start in ((0, 0), (1, 64)):  # the second finds its first block in the cache
         row = Row(slot, start, len(prompts[0]) - start, [], True, False)
-        driver.launch([row], [NewSequence(slot, prompts[0], len(prompts[0]), [*shared, *own], GREEDY, [])])
+        driver.launch(
+            [row], [NewSequence(slot, prompts[0], len(prompts[0]), [500, 510 + slot, 520 + slot], GREEDY, [])]
+        )
     for step in range(39):
         driver.launch([Row(slot, len(prompts[0]) + step, 1, [], True, True) for slot in (0, 1)])
     driver.finish()
@@ -294,13 +298,7 @@ def test_nothing_warns(tiny: tuple[Path, Any]):
         built.runner.close()
 
 
-LLAMA_8B = Path(__file__).parents[2] / "deploy/configs/llama_3_1_8b/config.json"
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 << 30,
-    reason="needs 40 GiB of GPU memory",
-)
+@pytest.mark.skipif(not HAS_ROOM, reason="needs 40 GiB of GPU memory")
 def test_a_dummy_of_llama_8b_runs_at_its_full_sizes():
     built = build(
         LLAMA_8B, device="cuda", dtype="bfloat16", load_format="dummy", max_num_seqs=256, memory_fraction=0.85

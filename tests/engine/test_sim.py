@@ -86,9 +86,10 @@ def test_a_simulated_engine_says_what_it_settled():
     assert info.notes == [
         "5 blocks, as cache.num_blocks says",
         "max_model_len is clipped from 8192 to the 80 tokens that the blocks hold",
+        "up to 1024 requests run at once, which scheduler.max_num_seqs leaves open",
         "max_model_len = 9000 was asked for, but the model knows 8192 positions",
     ]
-    (note,) = start_engine(EngineConfig.build("smollm2-135m", device="sim:20ms")).info.notes
+    (note,) = start_engine(EngineConfig.build("smollm2-135m", device="sim:20ms", max_num_seqs=8)).info.notes
     assert "blocks, what fits beside the weights" in note
 
 

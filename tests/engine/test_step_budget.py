@@ -88,9 +88,18 @@ def test_a_step_that_decodes_takes_only_so_many_prompt_tokens(target_ms: float |
 
 @pytest.mark.parametrize(
     ("device_type", "overrides", "expected"),
-    [("cuda", {"max_num_seqs": 7}, 7), ("cpu", {"max_num_seqs": 300}, 300)],
+    [
+        ("cuda", {"max_num_seqs": 7}, 7),
+        ("cpu", {"max_num_seqs": 300}, 300),
+        ("cuda", {}, 1024),
+        ("cpu", {}, 256),
+        ("cuda", {"max_num_batched_tokens": 700}, 700),
+        ("cpu", {"max_num_batched_tokens": 512}, 256),
+    ],
 )
-def test_running_requests_are_as_configured(device_type: str, overrides: dict[str, int], expected: int):
+def test_running_requests_are_as_many_as_configured_or_as_pay(
+    device_type: str, overrides: dict[str, int], expected: int
+):
     assert max_num_seqs_of(EngineConfig.build("m", **overrides), device_type) == expected
 
 
