@@ -33,7 +33,8 @@ class TextStream:
         self._skip_special_tokens = params.skip_special_tokens
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._cut_character = b""
+        """The bytes of a character that is not complete yet."""
         self._matcher = _StopMatcher(params.stop) if params.stop else None
         self._held = ""
         """Text not given out yet: its end may become a stop string."""
@@ -54,7 +55,7 @@ class TextStream:
             self.num_tokens_used += 1
             if self._skip_special_tokens and self._tokenizer.is_special(token_id):
                 continue
-            text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+            text = self._decode(self._tokenizer.token_bytes(token_id))
             pieces.append(self._watch(text) if self._matcher is not None else text)
         return "".join(pieces)
 
@@ -62,7 +63,7 @@ class TextStream:
         """The rest: what was held back, and one replacement mark for a cut character. May find a stop string too."""
         if self._is_finished or self.stopped_by is not None:
             return ""
-        text = self._utf8.decode(b"", final=True)
+        text = self._cut_character.decode("utf-8", "replace")
         self._is_finished = True
         if self._matcher is None:
             return text
@@ -71,6 +72,16 @@ class TextStream:
             self._matcher.give_up_waiting()
             given += self._cut() if self._matcher.match is not None else self._give(len(self._held))
         return given
+
+    def _decode(self, spelled: bytes) -> str:
+        """The characters that are complete with these bytes."""
+        if self._cut_character:
+            spelled = self._cut_character + spelled
+        elif spelled.isascii():
+            return spelled.decode("ascii")
+        text, num_used = codecs.utf_8_decode(spelled, "replace", False)
+        self._cut_character = spelled[num_used:]
+        return text
 
     def _watch(self, text: str) -> str:
         assert self._matcher is not None

@@ -17,6 +17,7 @@ from manta.engine.stats import EngineInfo
 
 from .body import Receive, parse_object, read_body
 from .client import EdgeContext, OpenRequest
+from .direct import direct_writer
 from .errors import ClientGone, ErrorReply, RequestTimedOut, reply_for
 from .generate import run_choices
 from .job import Job
@@ -47,7 +48,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         arrival_s = time.monotonic()
-        stream = EventStream(send, self._context.outbox)
+        stream = EventStream(send, self._context.outbox, write_part=direct_writer(receive))
         job: Job | None = None
         error: Exception | None = None
         with self._context.open_request() as request:

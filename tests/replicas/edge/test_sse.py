@@ -10,8 +10,10 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from manta.engine.request import FinishReason
+from manta.replicas.edge.direct import direct_writer
 from manta.replicas.edge.errors import SlowReader
 from manta.replicas.edge.sse import DONE, MAX_GATHERED, EventStream, Outbox
 from tests.replicas.edge.local_server import LocalServer, local_server, sim_config, write_byte_model
@@ -206,8 +208,32 @@ def test_a_client_that_pauses_misses_nothing_and_holds_up_nobody(local: LocalSer
         assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
 
 
+def test_most_events_take_the_short_way(local: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    original = RequestResponseCycle.send
+
+    async def counted(self: RequestResponseCycle, message: Any) -> None:
+        sent.append(message["type"])
+        await original(self, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", counted)
+    texts, reason = local.server.streamed("x", max_tokens=200, ignore_eos=True, return_token_ids=True)
+    assert (len(texts), reason) == (200, "length")
+    # Headers, the first event and the end; a few more when the client was slow for a moment.
+    assert sent[0] == "http.response.start"
+    assert 3 <= len(sent) < 50
+
+
+def test_only_the_known_server_has_a_short_way() -> None:
+    async def receive() -> MutableMapping[str, Any]:
+        raise AssertionError
+
+    assert direct_writer(receive) is None
+    assert direct_writer(Client().send) is None  # type: ignore[arg-type]
+
+
 def test_a_client_that_never_reads_is_given_up(local: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {"max_unsent_bytes": 1000})
+    monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {"write_part": None, "max_unsent_bytes": 1000})
     before = local.core.snapshot()
     with open_and_read_nothing(local, n=64):
         assert eventually(lambda: local.core.snapshot().num_cancelled > before.num_cancelled, within_s=30)
