@@ -92,14 +92,21 @@ def _skinny(n_size: int, k_size: int, rows: int, multiprocessors: int) -> Iterat
         return
     width = padded_rows(rows)
     for block_n, block_k, num_warps, num_stages in _SKINNY if width < 64 else _SKINNY_WIDE:
-        shared = 2 * num_stages * block_k * (block_n + width)
-        registers = block_n * width // (32 * num_warps)
-        if shared > SHARED_BYTES or registers > 64:
+        if not fits(SkinnyTiles(block_n, block_k, num_warps, num_stages, 1), rows):
             continue
         blocks = triton.cdiv(n_size, block_n)
         for splits in _SPLITS:
             if splits == 1 or (k_size // splits >= 4 * block_k and blocks * splits <= 4 * multiprocessors):
                 yield SkinnyTiles(block_n, block_k, num_warps, num_stages, splits)
+
+
+def fits(tiles: Tiles, rows: int) -> bool:
+    """Whether a configuration that is right for other numbers of rows has room on a multiprocessor for these."""
+    if not isinstance(tiles, SkinnyTiles):
+        return True
+    width = padded_rows(rows)
+    shared = 2 * tiles.num_stages * tiles.block_k * (tiles.block_n + width)
+    return shared <= SHARED_BYTES and tiles.block_n * width // (32 * tiles.num_warps) <= 64
 
 
 def _tiled(kind: str, n_size: int, k_size: int, rows: int, multiprocessors: int) -> Iterator[Tiles]:

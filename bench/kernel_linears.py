@@ -26,7 +26,7 @@ from manta.kernels.gemm import DETERMINISTIC_TILES, GemmTiles
 from manta.kernels.gemm_skinny import SkinnyTiles, padded_rows
 from manta.kernels.gemv import GemvTiles, gemv_reference
 
-from .kernel_candidates import candidates
+from .kernel_candidates import candidates, fits
 from .kernel_timing import MODELS, Line, ModelShape, Peaks, line_of, measure_peaks, num_rotations, random, time_us
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -214,7 +214,7 @@ def measure(
     library_us = time_us(operands.calls(None, rows))
     found: list[tuple[float, linear.Tiles]] = []
     tried = candidates(layer.kind, layer.n_size, layer.k_size, rows, runtime.num_multiprocessors(device))
-    if before is not None and before not in tried and not isinstance(before, GemvTiles):
+    if before is not None and before not in tried and not isinstance(before, GemvTiles) and fits(before, rows):
         tried.append(before)
     for tiles in tried:
         if variant(layer, rows, tiles) in failed:

@@ -35,7 +35,8 @@ def compile_steps(
 ) -> None:
     """Kernels of decode steps of `decode_sizes` rows, of prefills of as many pairs of tokens, and of a full prefill.
 
-    Draws: greedy at all sizes, the others for one row. Kernels that are compiled or in Triton's cache cost nothing.
+    Draws: greedy at all sizes, the others for one row; with a shared prefix from 16 rows on. Kernels that are compiled
+    or in Triton's cache cost nothing.
     """
     first = copy.copy(model)
     first.layers = model.layers[:1]
@@ -43,14 +44,19 @@ def compile_steps(
     state = SlotState.allocate(
         max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=layout.block_size, device=device
     )
-    kinds = [(Draw.GREEDY, size) for size in decode_sizes] + [(draw, 1) for draw in (Draw.PLAIN, Draw.FILTERED)]
+    kinds = [(StepKind(Draw.GREEDY), size) for size in decode_sizes]
+    kinds += [(StepKind(draw), 1) for draw in (Draw.PLAIN, Draw.FILTERED)]
+    if not deterministic:
+        kinds += [(StepKind(Draw.GREEDY, shares_prefix=True), size) for size in decode_sizes if size >= 16]
+    # The longest prefill first: its attention takes longest to compile.
     with compiling_only(os.cpu_count() or 1):
-        for draw, size in kinds:
+        _prefill(first, layout, state, 1, max_num_tokens, device)
+        for kind, size in kinds:
             buffers = DecodeBuffers(size, no_slot=max_num_seqs, device=device)
             for tensor in buffers.upload.tensors.values():
                 tensor.zero_()
             step = DecodeStep(
-                StepKind(draw),
+                kind,
                 buffers,
                 model=first,
                 caches=caches,
@@ -59,8 +65,8 @@ def compile_steps(
                 decodes_as_prefills=deterministic,
             )
             step.run()
-        for num_seqs, length in [*((size, 2) for size in decode_sizes), (1, max_num_tokens)]:
-            _prefill(first, layout, state, num_seqs, length, device)
+        for size in decode_sizes:
+            _prefill(first, layout, state, size, 2, device)
 
 
 def _prefill(

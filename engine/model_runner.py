@@ -130,7 +130,7 @@ def build_model_runner(
     )
     runner = ModelRunner(model, caches, device=device, options=options)
     if device.type == "cuda":
-        warm_up(runner, max_num_seqs=max_num_seqs)
+        warm_up(runner)
         phases.end("warmup")
     notes = [num_blocks.reason]
     if max_model_len < wanted_len:

@@ -1,4 +1,4 @@
-"""Runs a model at its largest step to see what memory that takes, and at each size whose kernels differ. CUDA only.
+"""Runs a model at its largest step to see what memory that takes, and once at its smallest. CUDA only.
 
 Knows no configuration and no scheduler: plans are written out here.
 """
@@ -22,7 +22,7 @@ from .runner import ModelRunner, RunnerOptions
 def measure_peak_bytes(
     model: Decoder, layout: CacheLayout, *, max_num_seqs: int, max_num_tokens: int, device: torch.device
 ) -> int:
-    """Bytes that the largest step allocates at its peak, with all features of sampling and their state.
+    """Bytes that the largest step allocates at its peak, with the features of sampling that copy logits in fp32.
 
     `max_num_tokens` tokens of as many sequences as may run, each of which samples. The cache is one block, which all
     sequences overwrite: that changes no size.
@@ -31,7 +31,8 @@ def measure_peak_bytes(
     lengths = [len(part) for part in np.array_split(np.arange(max_num_tokens), num_seqs)]
     options = RunnerOptions(max_num_seqs=num_seqs, max_model_len=lengths[0], block_size=layout.block_size)
     runner = ModelRunner(model, layout.allocate(1, device), device=device, options=options)
-    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
+    # Greedy: what a draw needs is little beside those copies, and its kernels for fp32 would have to be compiled.
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
     blocks = [0] * -(-lengths[0] // layout.block_size)
     plan = StepPlan(
         0,
@@ -78,25 +79,20 @@ def warm_up_sizes(max_num_seqs: int) -> list[int]:
     return sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)})
 
 
-def warm_up(runner: ModelRunner, *, max_num_seqs: int) -> None:
-    """Prefill and decode sequences in every number that has kernels of its own, with every kind of draw.
+def warm_up(runner: ModelRunner) -> None:
+    """Prefill and decode a sequence with every kind of draw: what compiling ahead does not reach is done then.
 
     All of them use block 0, where nothing is cached yet; the runner's slots are free again afterwards.
     """
     step_ids = count()
-    sizes = warm_up_sizes(max_num_seqs)
     greedy, drawn, filtered = (
         SamplingParams(temperature=temperature, top_p=top_p, seed=0)
         for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
     )
-    for params, num_seqs in [(drawn, 1), (filtered, 1), *((greedy, size) for size in sizes)]:
-        slots = range(num_seqs)
-        new = [NewSequence(slot, [0, 0], 2, [0], params, []) for slot in slots]
-        prefills = [Row(slot, 0, 2, [], True, False) for slot in slots]
-        decodes = [Row(slot, 2, 1, [], True, True) for slot in slots]
+    for params in (drawn, filtered, greedy):
         for plan in (
-            StepPlan(next(step_ids), [], new, prefills),
-            StepPlan(next(step_ids), [], [], decodes),
-            StepPlan(next(step_ids), list(slots), [], []),
+            StepPlan(next(step_ids), [], [NewSequence(0, [0, 0], 2, [0], params, [])], [Row(0, 0, 2, [], True, False)]),
+            StepPlan(next(step_ids), [], [], [Row(0, 2, 1, [], True, True)]),
+            StepPlan(next(step_ids), [0], [], []),
         ):
             runner.launch(plan).result()

@@ -35,6 +35,7 @@ ROWS_PER_GROUP = 64
 """Rows of one group of four warps: the height of Hopper's matrix instruction."""
 
 _copy_rows: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 _RENAMED_VIEW: Any = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by Triton 3.9
 
 
@@ -167,6 +168,7 @@ def _copy_queries(
     )
     offs_d = gl.arange(0, memory.shape[1], layout=gl.SliceLayout(0, ROWS))
     _copy_rows(memory, q_ptr + offset[:, None] + offs_d[None, :], mask=mask_m[:, None])
+    async_copy.commit_group()
 
 
 @jit
@@ -214,8 +216,10 @@ def _compute(
         queries = query_memory.index(turn % 2 * 2 + group if PERSISTENT else group)
         following = query_memory.index((turn + 1) % 2 * 2 + group if PERSISTENT else group)
         operands = (queries, keys, values, barriers)
+        # Every thread waits for its own copies and makes them visible to the tensor cores, then for the other threads.
         async_copy.wait_group(0)
         fence_async_shared()
+        _barrier()
         if first_query < query_len:
             context = seq_len - query_len
             # Rows beyond the tile's last query repeat its position, so that no row is without keys.

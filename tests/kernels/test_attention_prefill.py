@@ -260,3 +260,15 @@ def test_shipped_tables_name_plans() -> None:
             for entry in entries:
                 PrefillPlan(**{name: value for name, value in entry.items() if name != "max_seq_len"})
             assert "max_seq_len" not in entries[-1], "the last entry is for all lengths"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", HOPPER_PLANS)
+def test_many_short_sequences_in_one_launch_give_the_same_each_time(plan: PrefillPlan, device: torch.device) -> None:
+    """A program's items follow each other closely: the next one's queries must be there before they are used."""
+    needs_hopper(plan, device)
+    lengths = [20 + 131 * i % 900 for i in range(40)]
+    batch = make_batch(Case(tuple((n, n) for n in lengths), 32, 8, 128, 64, BF16), device)
+    expected = run(batch, SMALL)
+    for _ in range(50):
+        assert_close(run(batch, plan), expected, rtol=TOLERANCE[BF16], atol=TOLERANCE[BF16])

@@ -132,7 +132,7 @@ TILED = [
     (3, 80, 208, GemmTiles(64, 64, 64, 4, 3, splits=2)),
     (150, 160, 144, GemmTiles(64, 128, 64, 4, 3, subtiles=2)),
     (65, 96, 336, GemmTiles(64, 64, 64, 4, 3, splits=3, subtiles=2)),
-    pytest.param(300, 6160, 4096, GemmTiles(128, 256, 64, 8, 3), marks=gpu),
+    pytest.param(300, 6160, 4096, GemmTiles(128, 256, 64, 8, 3, subtiles=2), marks=gpu),
     pytest.param(1000, 4096, 4096, GemmTiles(128, 256, 64, 8, 3, subtiles=2), marks=gpu),
     pytest.param(256, 4096, 14336, GemmTiles(64, 128, 128, 4, 4), marks=gpu),
     pytest.param(100, 8192, 3584, GemmTiles(64, 128, 64, 4, 4, splits=4, programs=2), marks=gpu),
