@@ -7,7 +7,7 @@ stand beside the detailed ones, with their ratios to the yardsticks where there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from .drive import (
     prepare,
     start,
 )
-from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve, sayer
+from .report import CurvePoint, Report, check_plot, memory_figures, plot_curve, sayer, write_json
 from .stats import Summary, median, summarize
 from .workloads import Item, from_lengths, mix_lengths, shared_prefix, uniform
 from .yardsticks import (
@@ -122,32 +122,41 @@ def run(
     if STARTUP in workloads:
         ready, details = startup.measure(config, repeats=repeats or Sizes.repeats, say=say)
     core, figures = start(config)
-    try:
-        sizes = _sizes(core, batch_sizes, prefill_lens, num_requests, repeats)
-        figures["prepare_more_s"] = prepare(core)
-        bench = EngineBench(core, sizes, _yardsticks(config, core, sizes), say)
-        for name in workloads:
-            if name != STARTUP:
-                figures |= getattr(bench, name)()
-        for name in startup.HEADLINES:
-            if name in ready:
-                bench.add_headline(name, ready[name])
-        figures = {**bench.headline_figures(), **ready, **figures, **memory_figures()}
-        report = Report(
+
+    def report() -> Report:
+        return Report(
             "engine",
             model=describe_engine(config, core.info),
             workload={"workloads": list(workloads), **asdict(sizes)},
-            figures=figures,
+            figures={**bench.headline_figures(), **ready, **figures, **memory_figures()},
             details={"headlines": [asdict(row) for row in bench.headlines], "skipped": bench.skipped, **details},
         )
+
+    def keep(found: Mapping[str, float]) -> None:
+        """What is measured is in the file, whatever becomes of the rest of a long run."""
+        figures.update(found)
+        if json_path is not None:
+            write_json(json_path, report().tree())
+
+    try:
+        sizes = _sizes(core, batch_sizes, prefill_lens, num_requests, repeats)
+        figures["prepare_more_s"] = prepare(core)
+        bench = EngineBench(core, sizes, _yardsticks(config, core, sizes), say, keep)
+        for name in workloads:
+            if name != STARTUP:
+                keep(getattr(bench, name)())
+        for name in startup.HEADLINES:
+            if name in ready:
+                bench.add_headline(name, ready[name])
+        last = report()
     finally:
         core.close()
-    report.finish(console, json_path)
+    last.finish(console, json_path)
     if console is not None:
         console.print(headline_table(bench.headlines))
     if plot_path is not None:
         plot_curve(plot_path, bench.curve, title=f"{core.info.model_name}, {core.info.dtype}, {core.info.device}")
-    return report
+    return last
 
 
 def _yardsticks(config: EngineConfig, core: EngineCore, sizes: Sizes) -> Yardsticks:
@@ -188,7 +197,14 @@ def _sizes(
 class EngineBench:
     """The workloads, each a method that returns figures."""
 
-    def __init__(self, core: EngineCore, sizes: Sizes, yardsticks: Yardsticks, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        sizes: Sizes,
+        yardsticks: Yardsticks,
+        say: Callable[[str], None],
+        keep: Callable[[Mapping[str, float]], None],
+    ) -> None:
         self.headlines: list[Headline] = []
         self.skipped: list[str] = []
         self.curve: list[CurvePoint] = []
@@ -196,6 +212,7 @@ class EngineBench:
         self._sizes = sizes
         self._yardsticks = yardsticks
         self._say = say
+        self._keep = keep
         self._vocab_size = core.info.vocab_size
         self._seed = 0
 
@@ -232,6 +249,7 @@ class EngineBench:
             self.add_headline(f"b{batch}_tpot_ms", tpot_s * 1e3, decode_work(batch, prompt_len, output_len))
             ttft_p95_ms = summarize([record for one in drives for record in one.records]).ttft.p95 * 1e3
             self.curve.append(CurvePoint(str(batch), batch / tpot_s, ttft_p95_ms, tpot_s * 1e3))
+            self._keep(figures)
         return figures
 
     def prefill(self) -> dict[str, float]:

@@ -175,3 +175,15 @@ def test_what_cannot_be_written_or_drawn_is_a_sentence(tmp_path: Path, monkeypat
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'manta-llm\[plot\]'"):
         check_plot()
+
+
+def test_what_is_measured_is_in_the_file_before_the_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def breaks(bench: engine.EngineBench) -> dict[str, float]:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.EngineBench, "prefill", breaks)
+    file = tmp_path / "results.json"
+    config = EngineConfig.build("smollm2-135m", device="sim:2ms")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.run(config, workloads=["decode", "prefill"], batch_sizes=[2], repeats=1, json_path=file)
+    assert json.loads(file.read_text())["figures"]["decode_batch_2_tpot_ms"] > 1.0
