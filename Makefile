@@ -12,7 +12,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install model serve test check format gpu-test aot clean
+.PHONY: help install model serve test check format gpu-test gpu-bench aot clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -57,6 +57,9 @@ check: $(VENV)/installed  ## formatting, ruff, pyright and the fast tests
 
 gpu-test: $(VENV)/installed model  ## the tests that need a CUDA GPU
 	@tools/run_tests.sh gpu
+
+gpu-bench: $(VENV)/installed model  ## measure everything on a GPU: kernels, engine, traces, serving
+	@tools/measure_gpu.sh
 
 aot: $(VENV)/installed  ## compile every kernel ahead of time for every architecture (no GPU needed)
 	@tools/run_tests.sh aot
