@@ -123,7 +123,9 @@ class DecodeStep:
         self._caches = caches
         self._state = state
         self._block_size = block_size
-        self._batch = self._attention_batch(decodes_as_prefills)
+        # A query without keys is no prefill: padding rows attend to whatever stands first in their slot's block.
+        self._prefill_lens = torch.ones_like(buffers.inputs.seq_lens) if decodes_as_prefills else None
+        self._batch = self._attention_batch()
 
     def run(self) -> DecodeOutputs:
         """Only work on the device: no copy to the host, no wait, the same kernels whatever the buffers hold."""
@@ -131,6 +133,8 @@ class DecodeStep:
         records = DecodeRecords(*(tensors[name] for name in ("slots", "positions", "known_ids", "new_blocks")))
         state = self._state
         prepare_decode(records, state.last_token_ids, state.block_table, inputs, block_size=self._block_size)
+        if self._prefill_lens is not None:
+            torch.clamp_min(inputs.seq_lens, 1, out=self._prefill_lens)
         hidden = self._model.forward(inputs.token_ids, self._batch, self._caches)
         logits = self._model.logits(hidden)
         if self._kind.draw is Draw.LOGITS:
@@ -152,13 +156,13 @@ class DecodeStep:
         state.last_token_ids.index_copy_(0, inputs.slots, token_ids)
         return DecodeOutputs(logits, token_ids)
 
-    def _attention_batch(self, decodes_as_prefills: bool) -> AttentionBatch:
+    def _attention_batch(self) -> AttentionBatch:
         buffers, inputs = self._buffers, self._buffers.inputs
         tensors, table = buffers.upload.tensors, self._state.block_table
         longest = table.shape[1] * self._block_size
         decode = prefill = None
-        if decodes_as_prefills:
-            prefill = PrefillRows(table, tensors["slots"], inputs.seq_lens, buffers.query_start, 1, longest)
+        if self._prefill_lens is not None:
+            prefill = PrefillRows(table, tensors["slots"], self._prefill_lens, buffers.query_start, 1, longest)
         else:
             prefix = None
             if self._kind.shares_prefix:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from manta.kernels.attention_decode import DecodeWorkspace
-from manta.kernels.runtime import keep_freed_memory
+from manta.kernels.runtime import capability, keep_freed_memory
 
 from .compile_steps import compile_steps
 from .config import EngineConfig, max_num_seqs_of
@@ -73,6 +73,8 @@ def build_model_runner(
     deterministic = config.execution.deterministic
     has_graphs = device.type == "cuda" and config.execution.cuda_graphs
 
+    if deterministic and device.type == "cuda" and dtype.itemsize == 2:
+        check_deterministic(shape, device)
     with _explained(f"the weights of {source.name} do not fit {device}", field="device"):
         workspace = _decode_workspace(shape, max_num_seqs, device)
         parameters = load_weights(source, shape, dtype=dtype, device=device, seed=config.model.seed)
@@ -146,6 +148,24 @@ def build_model_runner(
         memory_ledger_bytes=ledger,
         notes=tuple(notes),
     )
+
+
+def check_deterministic(shape: ModelShape, device: torch.device) -> None:
+    """Raises ConfigError where the one kernel of the deterministic mode's linear layers does not take the model."""
+    field = "execution.deterministic"
+    if capability(device) < 90:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"{field} = True: needs a GPU of compute capability 9.0 or higher, not {name}", field=field)
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "num_heads * head_dim": shape.num_heads * shape.head_dim,
+        "num_kv_heads * head_dim": shape.num_kv_heads * shape.head_dim,
+    }
+    odd = [f"{name} = {size}" for name, size in sizes.items() if size % 16]
+    if odd:
+        raise ConfigError(f"{field} = True: needs sizes that are multiples of 16, not {', '.join(odd)}", field=field)
 
 
 def choose_device(name: str) -> torch.device:

@@ -50,9 +50,12 @@ def find_tile(
         low = gl.where(is_left, middle, low)
         high = gl.where(is_left, high, middle)
     query_begin = gl.load(query_start_ptr + low)
-    query_len = gl.where(pid_tile >= 0, gl.load(query_start_ptr + low + 1) - query_begin, 0)
-    first_query = gl.where(pid_tile >= 0, (pid_tile - (query_begin // QUERIES + low)) * QUERIES, 0)
-    return pid_kv, low, query_begin, query_len, first_query, gl.load(seq_lens_ptr + low)
+    seq_len = gl.load(seq_lens_ptr + low)
+    # Queries of a sequence without keys would wait for a tile that nobody copies.
+    is_real = (pid_tile >= 0) & (seq_len > 0)
+    query_len = gl.where(is_real, gl.load(query_start_ptr + low + 1) - query_begin, 0)
+    first_query = gl.where(is_real, (pid_tile - (query_begin // QUERIES + low)) * QUERIES, 0)
+    return pid_kv, low, query_begin, query_len, first_query, seq_len
 
 
 @jit

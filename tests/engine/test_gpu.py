@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from manta.engine.errors import ConfigError
 from manta.engine.model_runner import BuiltRunner
 from manta.engine.plan import NewSequence, Row, StepPlan
 from manta.engine.request import SamplingParams
@@ -254,6 +255,11 @@ def test_in_deterministic_mode_tokens_depend_on_nothing_but_the_prompt(cuda_grap
     driver.finish()
     assert [driver.tokens[0], driver.tokens[1]] == [alone[0]] * 2
     built.runner.close()
+
+
+def test_a_model_whose_sizes_the_deterministic_mode_cannot_take_is_refused_at_start(tiny: tuple[Path, Any]):
+    with pytest.raises(ConfigError, match="multiples of 16, not vocab_size = 211"):
+        cuda(tiny[0], dtype="bfloat16", deterministic=True)
 
 
 def test_results_carry_the_devices_times(tiny: tuple[Path, Any]):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from manta.engine.errors import ConfigError
-from manta.engine.model_runner import BuiltRunner, choose_device
+from manta.engine.model_runner import BuiltRunner, check_deterministic, choose_device
+from manta.engine.model_source import ModelSource, load_shape
 from manta.engine.plan import NewSequence, Row, StepPlan
 from manta.engine.request import SamplingParams
 from tests.engine.runners import GREEDY, Driver, build, expected_greedy, save_tiny
@@ -233,3 +234,9 @@ def test_a_device_that_is_not_there_is_refused():
         with pytest.raises(ConfigError, match=f"device = '{name}': no CUDA device is usable here") as caught:
             choose_device(name)
         assert caught.value.field == "device"
+
+
+def test_sizes_that_the_deterministic_mode_cannot_take_are_named(tiny: tuple[Path, Any]):
+    shape = load_shape(ModelSource("tiny", "safetensors", tiny[0], None))
+    with pytest.raises(ConfigError, match="multiples of 16, not vocab_size = 211"):
+        check_deterministic(shape, torch.device("cpu"))

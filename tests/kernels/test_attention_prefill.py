@@ -272,3 +272,16 @@ def test_many_short_sequences_in_one_launch_give_the_same_each_time(plan: Prefil
     expected = run(batch, SMALL)
     for _ in range(50):
         assert_close(run(batch, plan), expected, rtol=TOLERANCE[BF16], atol=TOLERANCE[BF16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", HOPPER_PLANS)
+def test_a_query_of_a_sequence_without_keys_is_left_alone(plan: PrefillPlan, device: torch.device) -> None:
+    needs_hopper(plan, device)
+    batch = make_batch(Case(((1, 100), (1, 200), (1, 300)), 32, 8, 128, 64, BF16), device)
+    expected = run(batch, SMALL)
+    batch.seq_lens[1] = 0
+    out = torch.full_like(batch.q, 7.0)
+    run(batch, plan, out=out)
+    assert_close(out[[0, 2]], expected[[0, 2]], rtol=TOLERANCE[BF16], atol=TOLERANCE[BF16])
+    assert bool((out[1] == 7.0).all())
