@@ -202,8 +202,10 @@ class ChannelServer:
             self._send(identity, Rejected(message=message))
             return
         answer = Welcome(replica_id=self._replica_id, info=self._info, snapshot=self._snapshot)
-        if self._send(identity, answer) is None:
-            self._edges[identity] = _Edge(identity, hello.edge_id, hello.is_watcher, time.monotonic())
+        # Counted before it can know that it is welcome.
+        self._edges[identity] = _Edge(identity, hello.edge_id, hello.is_watcher, time.monotonic())
+        if self._send(identity, answer) is not None:
+            del self._edges[identity]
 
     def _send_frame(self, edge: _Edge, cache_events: CacheEvents | None, now_s: float) -> None:
         with_step_times = now_s - edge.step_times_at_s >= FRAME_INTERVAL_S
