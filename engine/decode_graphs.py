@@ -49,6 +49,8 @@ class DecodeGraphs:
         if size not in self._buffers:
             no_slot = self._state.last_token_ids.shape[0] - 1
             self._buffers[size] = DecodeBuffers(size, no_slot=no_slot, device=self._device)
+            if self._device.type == "cuda":  # they were filled on this thread's stream, steps run on the lane's
+                torch.cuda.current_stream(self._device).synchronize()
         return self._buffers[size]
 
     def step_for(self, buffers: DecodeBuffers, kind: StepKind) -> Callable[[], DecodeOutputs]:
