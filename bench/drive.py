@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from manta.engine.config import EngineConfig
 from manta.engine.core import EngineCore
 from manta.engine.errors import EngineFailed
+from manta.engine.loop_gc import LoopGc
 from manta.engine.request import EngineRequest, FinishReason, SamplingParams
 from manta.engine.startup import start_engine
 from manta.engine.stats import EngineInfo, StepStats
@@ -84,9 +85,10 @@ def drive(core: EngineCore, items: Sequence[Item]) -> Drive:
     before = core.snapshot()
     core.on_step = result.steps.append
     try:
-        begin_s = time.monotonic()
-        _run(core, sorted(items, key=lambda item: item.arrival_s), result, begin_s)
-        result.duration_s = time.monotonic() - begin_s
+        with LoopGc() as collector:  # as in the step loop of a replica
+            begin_s = time.monotonic()
+            _run(core, sorted(items, key=lambda item: item.arrival_s), result, begin_s, collector)
+            result.duration_s = time.monotonic() - begin_s
     finally:
         core.on_step = None
     after = core.snapshot()
@@ -95,7 +97,7 @@ def drive(core: EngineCore, items: Sequence[Item]) -> Drive:
     return result
 
 
-def _run(core: EngineCore, items: Sequence[Item], result: Drive, begin_s: float) -> None:
+def _run(core: EngineCore, items: Sequence[Item], result: Drive, begin_s: float, collector: LoopGc) -> None:
     records, run_id = result.records, next(_run_ids)
     ended_at_s: float | None = None
     by_id: dict[str, RequestRecord] = {}
@@ -119,6 +121,7 @@ def _run(core: EngineCore, items: Sequence[Item], result: Drive, begin_s: float)
             time.sleep(max(0.0, begin_s + items[len(records)].arrival_s - time.monotonic()))
             continue
         deltas = core.step()
+        collector.step_done()
         now_s = time.monotonic()
         if ended_at_s is not None:
             result.step_gaps_s.append(now_s - ended_at_s)

@@ -16,6 +16,7 @@ from .config import EngineConfig
 from .core import EngineCore
 from .detokenizer import TextStream
 from .errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded
+from .loop_gc import LoopGc
 from .model_source import resolve_model
 from .request import (
     EngineRequest,
@@ -154,7 +155,8 @@ class LLM:
             requests = [
                 r for output, p in zip(outputs, params, strict=True) for r in self._requests(output, p, answers)
             ]
-            self._run(requests, answers, on_progress)
+            with LoopGc(freezes=False) as collector:
+                self._run(requests, answers, on_progress, collector)
         except BaseException:
             for request_id in answers:
                 self.engine.cancel(request_id)
@@ -206,6 +208,7 @@ class LLM:
         requests: list[EngineRequest],
         answers: dict[str, _Answer],
         on_progress: Callable[[int, int], None],
+        collector: LoopGc,
     ) -> None:
         total, pending = len(requests), requests[::-1]
         while pending or answers:
@@ -218,7 +221,9 @@ class LLM:
                 pending.pop()
             if not self.engine.has_work:
                 raise EngineFailed("The engine has no work although answers are missing.")
-            for delta in self.engine.step():
+            deltas = self.engine.step()
+            collector.step_done()
+            for delta in deltas:
                 answer = answers.get(delta.request_id)
                 if answer is None:
                     continue

@@ -15,6 +15,7 @@ import msgspec
 import ray
 
 from manta.engine.config import EngineConfig
+from manta.engine.loop_gc import LoopGc
 from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import EngineRequest, Refusal, RefusalReason, RequestDelta
 from manta.engine.startup import start_engine
@@ -22,7 +23,6 @@ from manta.engine.stats import EngineInfo, Snapshot
 
 from .channel import FRAME_INTERVAL_S, Address
 from .channel_server import ChannelServer
-from .loop_gc import LoopGc
 from .protocol import Cancel, Submit
 from .step_histogram import StepHistogram
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from manta.engine.loop_gc import LoopGc
 from manta.engine.request import EngineRequest, Refusal, RequestDelta, SamplingParams
-from manta.replicas.loop_gc import LoopGc
 from manta.replicas.protocol import Submit
 from manta.replicas.shard import EngineLoop
 from manta.replicas.step_histogram import BOUNDS_S, StepHistogram, quantile

@@ -19,26 +19,35 @@ MAX_STEPS = 20_000
 
 
 class LoopGc:
-    """While entered, collections happen in `step_done` and `pause` only. One for a process; not reentrant."""
+    """While entered, collections happen in `step_done` and `pause` only. One for a process; not reentrant.
 
-    def __init__(self, *, max_steps: int = MAX_STEPS) -> None:
+    `freezes`: what exists at the entry is collected once and then left out of all collections, for loops that last.
+    """
+
+    def __init__(self, *, max_steps: int = MAX_STEPS, freezes: bool = True) -> None:
         self._max_steps = max_steps
+        self._freezes = freezes
+        self._was_enabled = True
         self._num_steps = 0
         self.num_forced = 0
         """Collections between two steps, for want of a pause."""
         self.longest_forced_s = 0.0
 
     def __enter__(self) -> Self:
-        gc.collect()
-        gc.freeze()  # what start-up made lives on; collections need not look at it again
+        self._was_enabled = gc.isenabled()
+        if self._freezes:
+            gc.collect()
+            gc.freeze()  # what start-up made lives on; collections need not look at it again
         gc.disable()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        gc.enable()
-        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+        if self._freezes:
+            gc.unfreeze()
 
     def step_done(self) -> None:
         """After each step."""
