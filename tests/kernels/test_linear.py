@@ -93,9 +93,7 @@ def test_layers(
     some_bias = bias if has_bias else None
     expected = expected_of(layer, x, weight, some_bias, norm_weight, residual)
     actual = layer(x, weight, some_bias, norm_weight, residual, False)
-    # Many rows may take the library, which rounds what it has not fused (a bias, gate and up) in between.
-    tolerance = TOLERANCE[dtype] * (2 if rows > 64 else 1)
-    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("layer", LAYERS)
