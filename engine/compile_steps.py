@@ -69,6 +69,11 @@ def compile_steps(
             _prefill(first, layout, state, size, 2, device)
 
 
+def sizes_with_own_kernels(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences whose decode steps take kernels of their own: powers of two, and the most that may run."""
+    return sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)})
+
+
 def _prefill(
     model: Decoder, layout: CacheLayout, state: SlotState, num_seqs: int, length: int, device: torch.device
 ) -> None:

@@ -12,14 +12,14 @@ import torch
 from manta.kernels.attention_decode import DecodeWorkspace
 from manta.kernels.runtime import capability, keep_freed_memory
 
-from .compile_steps import compile_steps
+from .compile_steps import compile_steps, sizes_with_own_kernels
 from .config import EngineConfig, max_num_seqs_of
 from .errors import ConfigError
 from .kv_cache import GIB, CacheLayout, NumBlocks, blocks_in_device_memory, blocks_in_host_memory, blocks_wanted
 from .model_shape import ModelShape
 from .model_source import ModelSource
 from .models.decoder import Decoder
-from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up, warm_up_sizes
+from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up
 from .runner import ModelRunner, RunnerOptions
 from .weights.load import load_weights
 
@@ -96,7 +96,7 @@ def build_model_runner(
             max_num_seqs=max_num_seqs,
             max_model_len=wanted_len,
             max_num_tokens=max_num_batched_tokens,
-            decode_sizes=warm_up_sizes(max_num_seqs),
+            decode_sizes=sizes_with_own_kernels(max_num_seqs),
             deterministic=deterministic,
             device=device,
         )

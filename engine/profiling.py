@@ -74,11 +74,6 @@ def measure_graph_bytes(model: Decoder, layout: CacheLayout, *, max_num_seqs: in
     return torch.cuda.max_memory_allocated(device) - before_bytes
 
 
-def warm_up_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences whose steps have kernels of their own."""
-    return sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)})
-
-
 def warm_up(runner: ModelRunner) -> None:
     """Prefill and decode a sequence with every kind of draw: what compiling ahead does not reach is done then.
 
