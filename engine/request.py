@@ -213,17 +213,57 @@ class Refusal(msgspec.Struct, kw_only=True, frozen=True):
     retry_after_s: float = 1.0
 
 
+RESUME_VERSION = 1
+
+
 class ResumeState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """All that a stream needs to go on elsewhere. `version` changes when a field changes its meaning."""
+    """All that a stream needs to go on elsewhere: `submission` is what the next engine gets.
+
+    Its continuation equals what the engine before would have generated: draws depend on the seed and a token's
+    position, penalties and lengths on the prompt and the tokens so far, and all of these are in the request. What the
+    client has seen of the tokens (text, stop strings, log-probabilities) stays with whoever shows them.
+
+    `version` changes when a field changes its meaning. Raises InvalidRequest for one that is not known here.
+    """
 
     request: EngineRequest
     """Its `output_token_ids` grow with every delta that was received."""
-    version: Annotated[int, msgspec.Meta(ge=1)] = 1
+    version: Annotated[int, msgspec.Meta(ge=1)] = RESUME_VERSION
+    has_begun: bool = False
+    """Whether a delta was received: its first facts (cached tokens, prompt log-probabilities) count for good."""
     num_cached_tokens: int = 0
+    num_submissions: int = 0
     num_failures_without_progress: int = 0
 
+    def __post_init__(self) -> None:
+        if self.version != RESUME_VERSION:
+            raise InvalidRequest(
+                f"A stream's state has version {self.version}, but version {RESUME_VERSION} is known here: run the "
+                "same version of Manta everywhere."
+            )
+
+    def submission(self) -> EngineRequest:
+        """What to send to an engine now: the request with all tokens so far, under an id of its own each time."""
+        request, params = self.request, self.request.params
+        if self.has_begun and params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        suffix = f".{self.num_submissions}" if self.num_submissions else ""
+        self.num_submissions += 1
+        return msgspec.structs.replace(
+            request,
+            request_id=request.request_id + suffix,
+            params=params,
+            output_token_ids=list(request.output_token_ids),
+        )
+
     def add(self, delta: RequestDelta) -> None:
-        """Record what was received."""
+        """Record what was received, and make of it the next delta of one stream, whatever engine it comes from."""
+        delta.request_id = self.request.request_id
+        if self.has_begun:
+            delta.num_cached_tokens = delta.prompt_logprobs = None
+        else:
+            self.has_begun = True
+            self.num_cached_tokens = delta.num_cached_tokens or 0
         if delta.token_ids:
             self.request.output_token_ids.extend(delta.token_ids)
             self.num_failures_without_progress = 0

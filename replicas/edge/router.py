@@ -146,22 +146,15 @@ class ChannelRouter:
 
     async def run(self, request: EngineRequest, take: Take) -> None:
         state = ResumeState(request=msgspec.structs.replace(request, output_token_ids=list(request.output_token_ids)))
-        num_attempts, num_refusals, has_delta = 0, 0, False
+        num_refusals = 0
 
         def relay(delta: RequestDelta) -> bool:
-            """Deltas of all attempts as those of one stream."""
-            nonlocal has_delta
             state.add(delta)
-            delta.request_id = request.request_id
-            if has_delta:
-                delta.num_cached_tokens = delta.prompt_logprobs = None
-            has_delta = True
             return take(delta)
 
         while True:
-            link = await self._acquire(must_move=num_attempts > 0)
-            submission = _attempt(state, num_attempts, has_delta=has_delta)
-            num_attempts += 1
+            link = await self._acquire(must_move=state.num_submissions > 0)
+            submission = state.submission()
             channel = link.channel
             assert channel is not None
             stream = channel.submit(submission, relay)
@@ -172,14 +165,14 @@ class ChannelRouter:
                 if refusal is None:
                     return
                 num_refusals += 1
-                self._refused(link, refusal, has_delta=has_delta, num_refusals=num_refusals)
+                self._refused(link, refusal, has_delta=state.has_begun, num_refusals=num_refusals)
             except ChannelLost as lost:
                 self._count_failure(state, request.request_id, link, lost)
             finally:
                 channel.finish(submission.request_id)
                 release()
                 self._forget_if_idle(link)
-            if num_refusals and has_delta:
+            if num_refusals and state.has_begun:
                 await asyncio.sleep(FULL_POLL_S)
 
     def _refused(self, link: _Link, refusal: Refusal, *, has_delta: bool, num_refusals: int) -> None:
@@ -295,14 +288,3 @@ class ChannelRouter:
             self._links.pop(link.replica_id, None)
         elif not link.channel.num_streams:
             link.channel.close()
-
-
-def _attempt(state: ResumeState, num_attempts: int, *, has_delta: bool) -> EngineRequest:
-    """What to send next: the request with all tokens so far, under an id of its own."""
-    request = state.request
-    changes: dict[str, object] = {"output_token_ids": list(request.output_token_ids)}
-    if num_attempts:
-        changes["request_id"] = f"{request.request_id}.{num_attempts}"
-    if has_delta and request.params.prompt_logprobs is not None:  # those came with the first delta
-        changes["params"] = msgspec.structs.replace(request.params, prompt_logprobs=None)
-    return msgspec.structs.replace(request, **changes)
