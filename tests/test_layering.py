@@ -128,9 +128,9 @@ def test_bench_is_imported_by_the_command_line_only_and_late() -> None:
             assert not any(name.startswith("manta.bench") for name in imported(file, only_at_import=True))
 
 
-def test_cluster_s_routing_is_pure() -> None:
+def test_cluster_s_routing_and_placement_are_pure() -> None:
     for file in sources("cluster"):
-        if "routing" in file.parts:
+        if "routing" in file.parts or file.stem in ("spec", "topology", "placement"):
             heads = {name.split(".")[0] for name in imported(file)}
             assert not heads & {"ray", "torch", "time", "random", "asyncio", "threading"}, relative(file)
 
