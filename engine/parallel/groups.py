@@ -1,0 +1,261 @@
+"""How the ranks of a gang exchange tensors: sums in a stage, residuals between stages, numbers among all.
+
+Made directly from a store, without torch.distributed's global state: many ranks can live in one process as threads.
+Knows places and tensors, no model and no plans; who started the ranks, and on which nodes, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from manta.engine.errors import ConfigError
+
+from .place import RankPlace
+
+Backend = Literal["nccl", "gloo"]
+
+_TIMEOUT = timedelta(minutes=10)
+"""Of one exchange. A rank that died is noticed by others (engine/parallel/watch.py), long before."""
+
+
+class AllReduce(Protocol):
+    """Sums over the ranks of a stage. One interface, so that a kernel of our own can stand beside a library."""
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Replace `x` by the sum of all ranks' `x`, bit for bit the same on each. Called by all, in the same order."""
+        ...
+
+
+class TensorGroup:
+    """The ranks that hold the same layers. Every method is called by all of them, in the same order."""
+
+    def __init__(self, place: RankPlace, exchange: Exchange, all_reduce: AllReduce | None = None) -> None:
+        self.rank = place.tp_rank
+        self.size = place.tp_size
+        self._exchange = exchange
+        self.all_reduce_: AllReduce = exchange.all_reduce_ if all_reduce is None else all_reduce
+
+    def broadcast_(self, x: torch.Tensor, *, source: int = 0) -> None:
+        """Replace `x` by that of the rank `source` of this group."""
+        self._exchange.broadcast_(x, source)
+
+    def gather_vocab(self, logits: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """From [rows, sizes[rank]] on each rank to [rows, sum(sizes)] on rank 0; on the others `logits` as they are."""
+        widest = max(sizes)
+        if logits.shape[1] < widest:
+            padded = logits.new_zeros(logits.shape[0], widest)
+            padded[:, : logits.shape[1]] = logits
+        else:
+            padded = logits.contiguous()
+        gathered = self._exchange.gather(padded)
+        if gathered is None:
+            return logits
+        return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
+
+
+class StageLinks:
+    """The residual stream's way from one stage to the next, between ranks of the same part."""
+
+    def __init__(self, place: RankPlace, exchange: Exchange) -> None:
+        self._previous, self._next = place.pp_rank - 1, place.pp_rank + 1
+        self._num_unfinished = place.pp_size + 1
+        self._exchange = exchange
+        self._sending: deque[Callable[[], None]] = deque()
+
+    def send(self, residual: torch.Tensor) -> None:
+        """To the next stage; `residual` must not be changed afterwards. Returns before it has arrived."""
+        self._sending.append(self._exchange.start_send(residual, self._next))
+        while len(self._sending) > self._num_unfinished:
+            self._sending.popleft()()
+
+    def receive(self, num_tokens: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[num_tokens, hidden_size] from the previous stage, in the order in which it sends."""
+        residual = torch.empty((num_tokens, hidden_size), dtype=dtype, device=device)
+        self._exchange.receive_(residual, self._previous)
+        return residual
+
+
+class HostGroup:
+    """All ranks of the gang, for tensors and numbers on the host."""
+
+    def __init__(self, place: RankPlace, exchange: Exchange) -> None:
+        self._place = place
+        self._exchange = exchange
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """The minimum over all ranks of each of `values`; called by all."""
+        found = torch.tensor(values, dtype=torch.int64)
+        self._exchange.minimum_(found)
+        return found.tolist()
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.smallest([0])
+
+    def broadcast_(self, x: torch.Tensor, *, source: int) -> None:
+        """Replace `x` by that of rank `source`; called by all, in the same order."""
+        self._exchange.broadcast_(x, source)
+
+    def start_send(self, x: torch.Tensor, rank: int, *, tag: int = 0) -> Callable[[], None]:
+        """Start to send to another rank. Returns what waits for the end; until then `x` must not be changed."""
+        return self._exchange.start_send(x, rank, tag=tag)
+
+    def receive_(self, x: torch.Tensor, rank: int, *, tag: int = 0) -> None:
+        """Fill `x` with what `rank` sends under the same tag."""
+        self._exchange.receive_(x, rank, tag=tag)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank; None where there is nobody to talk to."""
+
+    place: RankPlace
+    backend: Backend
+    """What tensors of the device travel through."""
+    tensor: TensorGroup | None
+    stages: StageLinks | None
+    everyone: HostGroup | None
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """The minimum over all ranks of each of `values`."""
+        return list(values) if self.everyone is None else self.everyone.smallest(values)
+
+
+def join_groups(
+    place: RankPlace,
+    store: Store,
+    *,
+    device: torch.device,
+    backend: Backend | None = None,
+    address: str | None = None,
+) -> Groups:
+    """Meet all other ranks over `store` and connect to them; called once by every rank.
+
+    `backend`: None takes NCCL on CUDA when every rank has a GPU of its own, else gloo (through the host). `address` is
+    this rank's own, at which the others reach it; None: the one that the host's name resolves to. Raises ConfigError
+    when the backend cannot work on the device.
+    """
+    if place.world_size == 1:
+        return Groups(place, backend or "gloo", None, None, None)
+    store = PrefixStore("manta/groups", store)
+    chosen = _choose_backend(place, store, device, backend)
+
+    def joined(name: str, ranks: Sequence[int], kind: Backend, on: torch.device) -> Exchange:
+        part = PrefixStore(f"{name}/{ranks[0]}", store)
+        return Exchange(_process_group(kind, part, ranks.index(place.rank), len(ranks), address, on), on, kind)
+
+    host = torch.device("cpu")
+    everyone = HostGroup(place, joined("everyone", range(place.world_size), "gloo", host))
+    tensor = stages = None
+    if place.tp_size > 1:
+        tensor = TensorGroup(place, joined("tensor", place.stage_ranks, chosen, device))
+    if place.pp_size > 1:
+        column = range(place.tp_rank, place.world_size, place.tp_size)
+        stages = StageLinks(place, joined("stages", column, chosen, device))
+    return Groups(place, chosen, tensor, stages, everyone)
+
+
+class Exchange:
+    """One process group and the device of its tensors; on CUDA without NCCL they are staged through the host."""
+
+    def __init__(self, group: Any, device: torch.device, backend: Backend) -> None:
+        self._group = group
+        self._is_staged = device.type == "cuda" and backend == "gloo"
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """The sum over all ranks, in place."""
+        self._reduce(x, distributed.ReduceOp.SUM)
+
+    def minimum_(self, x: torch.Tensor) -> None:
+        """The least over all ranks, in place."""
+        self._reduce(x, distributed.ReduceOp.MIN)
+
+    def broadcast_(self, x: torch.Tensor, source: int) -> None:
+        """That of rank `source`, in place."""
+        held = self._staged(x)
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._group.broadcast([held], options).wait()
+        self._give_back(held, x)
+
+    def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        """All ranks' tensors, of one size, on rank 0; None elsewhere."""
+        held = self._staged(x)
+        is_root = self._group.rank() == 0
+        found = [torch.empty_like(held) for _ in range(self._group.size())] if is_root else []
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        self._group.gather([found] if is_root else [], [held], options).wait()
+        if not is_root:
+            return None
+        return [part.to(x.device) for part in found] if self._is_staged else found
+
+    def start_send(self, x: torch.Tensor, rank: int, *, tag: int = 0) -> Callable[[], None]:
+        """Returns what waits for the end."""
+        held = self._staged(x.contiguous())
+        work = self._group.send([held], rank, tag)
+
+        def wait(held: torch.Tensor = held) -> None:  # keeps the memory until then
+            work.wait()
+
+        return wait
+
+    def receive_(self, x: torch.Tensor, rank: int, *, tag: int = 0) -> None:
+        """Fill `x`."""
+        held = self._staged(x, copy=False)
+        self._group.recv([held], rank, tag).wait()
+        self._give_back(held, x)
+
+    def _reduce(self, x: torch.Tensor, operation: Any) -> None:
+        held = self._staged(x)
+        options = distributed.AllreduceOptions()
+        options.reduceOp = operation
+        self._group.allreduce([held], options).wait()
+        self._give_back(held, x)
+
+    def _staged(self, x: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
+        if not self._is_staged:
+            return x
+        return x.cpu() if copy else torch.empty(x.shape, dtype=x.dtype)
+
+    def _give_back(self, held: torch.Tensor, x: torch.Tensor) -> None:
+        if self._is_staged:
+            x.copy_(held)
+
+
+def _choose_backend(place: RankPlace, store: Store, device: torch.device, asked: Backend | None) -> Backend:
+    """NCCL where every rank has a GPU of its own. All ranks come to the same answer."""
+    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"host {place.rank}"
+    store.set(f"device/{place.rank}", own)
+    devices = [store.get(f"device/{rank}").decode() for rank in range(place.world_size)]
+    can_nccl = len(set(devices)) == len(devices) and not any(name.startswith("host ") for name in devices)
+    if asked == "nccl" and not can_nccl:
+        raise ConfigError(
+            f"backend = 'nccl': needs a CUDA GPU of its own for each of {place.world_size} ranks, but they have "
+            f"{', '.join(sorted(set(devices)))}; use gloo",
+            field="parallel.backend",
+        )
+    return asked or ("nccl" if can_nccl else "gloo")
+
+
+def _process_group(kind: Backend, store: Store, rank: int, size: int, address: str | None, device: torch.device) -> Any:
+    if kind == "nccl":
+        nccl: Any = distributed.distributed_c10d.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = _TIMEOUT
+        with torch.cuda.device(device):
+            return nccl(store, rank, size, options)
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = _TIMEOUT
+    options._threads = 2
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+    return gloo(store, rank, size, options)
