@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manta.engine.startup import start_engine
 from manta.replicas.channel_server import ChannelServer
-from manta.replicas.shard import EngineLoop
+from manta.replicas.engine_loop import EngineLoop
 from tests.replicas.edge.local_server import sim_config
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from manta.engine.loop_gc import LoopGc
 from manta.engine.request import EngineRequest, Refusal, RequestDelta, SamplingParams
+from manta.replicas.engine_loop import EngineLoop
 from manta.replicas.protocol import Submit
-from manta.replicas.shard import EngineLoop
 from manta.replicas.step_histogram import BOUNDS_S, StepHistogram, quantile
 from tests.replicas.engines import FakeCore
 
