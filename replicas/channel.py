@@ -2,7 +2,8 @@
 
 One authenticated ZeroMQ connection joins each pair of edge and engine core: a DEALER in the edge (channel_client.py), a
 ROUTER in the engine's process (channel_server.py). It is encrypted with CURVE; the server takes only the one client key
-of its cluster. ZMTP heartbeats find a dead or frozen process; the age of the last frame finds a stuck loop.
+of its cluster. Three things tell of the engine's process: the connection's end or ZMTP heartbeats (dead, cut off or
+frozen: within 2 s), the age of the last frame or beat, and a beat that says that the loop's turn takes too long.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ STALL_S = 5.0
 """An edge that takes no frame for so long is given up and its requests are cancelled."""
 MAX_UNSENT_FRAMES = 512
 """Frames that may wait in the sockets for one edge."""
+MAX_UNSENT_BEATS = 8
 
 _PING_INTERVAL_MS = 500
 _PING_TIMEOUT_MS = 1500
@@ -25,6 +27,10 @@ _PING_TIMEOUT_MS = 1500
 
 class ChannelLost(Exception):
     """The other end is dead, hung, unreachable or refuses to talk. The message says which."""
+
+
+class ReplicaLeaves(Exception):
+    """The replica is about to stop: the request is to go on elsewhere while it still runs there."""
 
 
 class KeyPair(msgspec.Struct, frozen=True):

@@ -17,15 +17,12 @@ from zmq.utils.monitor import recv_monitor_message
 from manta.engine.request import EngineRequest, Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 
-from .channel import Address, ChannelLost, KeyPair, decode_down, encode, set_common_options
+from .channel import Address, ChannelLost, KeyPair, ReplicaLeaves, decode_down, encode, set_common_options
+from .heartbeat import SILENCE_S, decode_beat
 from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Up, Welcome
 from .step_histogram import StepHistogram
 
 MAX_UNSENT_MESSAGES = 65536
-HANG_S = 10.0
-"""An engine on an accelerator that sends no frame for so long hangs."""
-CPU_HANG_S = 60.0
-"""The same on a CPU, where one step may take many seconds."""
 
 Take = Callable[[RequestDelta], bool]
 """Is given each delta of one request, in order; False when no more is wanted. What it raises ends the stream."""
@@ -53,7 +50,7 @@ class ReplyStream:
     async def wait(self) -> Refusal | None:
         """Until the last delta was taken or no more is wanted (None), or the engine refused.
 
-        Raises ChannelLost when no more can come, and what `take` raised.
+        Raises ChannelLost when no more can come, ReplicaLeaves after `leave`, and what `take` raised.
         """
         end = await self._end
         if isinstance(end, Exception):
@@ -77,6 +74,13 @@ class ReplyStream:
         if not self._end.done():
             self._end.set_result(how)
 
+    def leave(self) -> bool:
+        """Take no more here, because the replica is about to stop. False when it has ended already."""
+        if self._end.done():
+            return False
+        self._end.set_result(ReplicaLeaves())
+        return True
+
 
 class ChannelClient:
     """One engine core as an edge sees it. `connect` once; `close` at the end."""
@@ -89,12 +93,13 @@ class ChannelClient:
         keys: KeyPair,
         is_watcher: bool = False,
         version: int = PROTOCOL_VERSION,
-        hang_s: float | None = None,
+        silence_s: float = SILENCE_S,
         on_frame: Callable[[Frame], None] = lambda frame: None,
     ) -> None:
-        """`keys` are the cluster's client keys. `hang_s`: age of the last frame that means a hang (by device)."""
+        """`keys` are the cluster's client keys. `silence_s`: the process is lost when nothing came for so long."""
         self._hello = Hello(edge_id=edge_id, version=version, is_watcher=is_watcher)
-        self._hang_s = hang_s
+        self._silence_s = silence_s
+        self._server_key, self._keys = address.server_key, keys
         self._on_frame = on_frame
         self._streams: dict[str, ReplyStream] = {}
         self._info: EngineInfo | None = None
@@ -102,27 +107,22 @@ class ChannelClient:
         self.step_times = StepHistogram()
         self.is_draining = False
         self.num_frames = 0
-        self.last_frame_at_s = time.monotonic()
+        self.last_frame_at_s = self._heard_at_s = time.monotonic()
         self.lost: ChannelLost | None = None
         self._loop = asyncio.get_running_loop()
         self._welcomed: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
-        context = zmq.Context.instance()
-        self._socket = context.socket(zmq.DEALER)
-        set_common_options(self._socket)
+        self._socket = self._new_socket(zmq.DEALER, address.url)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address.url))
-        self._socket.curve_serverkey = address.server_key
-        self._socket.curve_publickey = keys.public
-        self._socket.curve_secretkey = keys.secret
+        self._beats: zmq.Socket[bytes] | None = None
         events = 0
         for event in _ENDS:
             events |= event
         self._monitor = self._socket.get_monitor_socket(events)
-        self._fds = (cast(int, self._socket.FD), cast(int, self._monitor.FD))
+        self._fds = [cast(int, self._socket.FD), cast(int, self._monitor.FD)]
         self._loop.add_reader(self._fds[0], self._read)
         self._loop.add_reader(self._fds[1], self._read_monitor)
         self._socket.connect(address.url)
@@ -176,6 +176,15 @@ class ChannelClient:
         if self.lost is None:
             self._send(Drain())
 
+    def move_streams(self, num_streams: int) -> int:
+        """End so many streams' stay here (ReplicaLeaves), the oldest first. Returns how many there were."""
+        num_left = 0
+        for stream in self._streams.values():
+            if num_left == num_streams:
+                break
+            num_left += stream.leave()
+        return num_left
+
     def close(self) -> None:
         """Leave; the engine cancels what still runs for this edge."""
         self._lose("the channel was closed")
@@ -200,13 +209,12 @@ class ChannelClient:
 
     def _take(self, data: bytes) -> None:
         message = decode_down(data)
-        self.last_frame_at_s = time.monotonic()
+        self.last_frame_at_s = self._heard_at_s = time.monotonic()
         if isinstance(message, Frame):
             self._take_frame(message)
         elif isinstance(message, Welcome):
             self._info, self.snapshot = message.info, message.snapshot
-            if self._hang_s is None:
-                self._hang_s = CPU_HANG_S if message.info.device == "cpu" else HANG_S
+            self._listen_to_beats(message.beat_url)
             self._check_age()
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
@@ -240,15 +248,45 @@ class ChannelClient:
             self._read()  # what arrived before the end still counts
             self._lose(_ENDS[zmq.Event(event["event"])])
 
+    def _new_socket(self, kind: int, url: str) -> zmq.Socket[bytes]:
+        socket = zmq.Context.instance().socket(kind)
+        set_common_options(socket)
+        socket.setsockopt(zmq.IPV6, int("[" in url))
+        socket.curve_serverkey = self._server_key
+        socket.curve_publickey = self._keys.public
+        socket.curve_secretkey = self._keys.secret
+        return socket
+
+    def _listen_to_beats(self, url: str) -> None:
+        if self._beats is not None:
+            return
+        beats = self._beats = self._new_socket(zmq.SUB, url)
+        beats.setsockopt(zmq.SUBSCRIBE, b"")
+        beats.connect(url)
+        self._fds.append(cast(int, beats.FD))
+        self._loop.add_reader(self._fds[-1], self._read_beats)
+        self._loop.call_soon(self._read_beats)
+
+    def _read_beats(self) -> None:
+        while self.lost is None and self._beats is not None:
+            try:
+                beat = decode_beat(self._beats.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._heard_at_s = time.monotonic()
+            if beat.is_hang:
+                self._read()  # what arrived before the hang still counts
+                self._lose(f"the engine hangs: {beat.turn_age_s:.1f} s in one step, {beat.turn_bound_s:.1f} s at most")
+
     def _check_age(self) -> None:
-        assert self._hang_s is not None
-        self._read()  # frames that wait here because this loop was busy are no sign of a hang
+        self._read()  # what waits here because this loop was busy is no silence
+        self._read_beats()
         if self.lost is not None:
             return
-        age_s = self.last_frame_age_s
-        if age_s > self._hang_s:
-            return self._lose(f"the engine hangs: no frame for {age_s:.1f} s")
-        self._timer = self._loop.call_later(min(0.5, self._hang_s / 4), self._check_age)
+        silence_s = time.monotonic() - self._heard_at_s
+        if silence_s > self._silence_s:
+            return self._lose(f"the engine's process says nothing: no frame and no beat for {silence_s:.1f} s")
+        self._timer = self._loop.call_later(min(0.5, self._silence_s / 4), self._check_age)
 
     def _lose(self, why: str) -> None:
         if self.lost is not None:
@@ -261,6 +299,8 @@ class ChannelClient:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+        if self._beats is not None:
+            self._beats.close(linger=0)
         for stream in self._streams.values():
             stream.end(self.lost)
         if not self._ended.done():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,6 +21,7 @@ from manta.engine.stats import EngineInfo, Snapshot
 
 from .channel import (
     FRAME_INTERVAL_S,
+    MAX_UNSENT_BEATS,
     MAX_UNSENT_FRAMES,
     STALL_S,
     Address,
@@ -29,10 +30,16 @@ from .channel import (
     encode,
     set_common_options,
 )
+from .heartbeat import Heartbeat
 from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Welcome
 from .step_histogram import StepHistogram
 
 logger = logging.getLogger(__name__)
+
+TURN_BOUND_S = 10.0
+"""A turn of the loop that takes longer is a hang, where no better bound is known; on an accelerator."""
+CPU_TURN_BOUND_S = 60.0
+"""The same on a CPU, where one step may take many seconds."""
 
 Command = Submit | Cancel | Drain
 
@@ -72,8 +79,13 @@ class ChannelServer:
         host: str = "127.0.0.1",
         stall_s: float = STALL_S,
         max_unsent_frames: int = MAX_UNSENT_FRAMES,
+        turn_bound_s: Callable[[], float] | None = None,
     ) -> None:
-        """Listen on a free port of `host`. Only clients with the public key `client_key` are let in."""
+        """Listen on two free ports of `host`. Only clients with the public key `client_key` are let in.
+
+        `turn_bound_s` says, in another thread, how long the loop's turn may take now, in seconds; without it a bound
+        that fits the kind of device holds.
+        """
         self._replica_id = replica_id
         self._info = info
         self._stall_s = stall_s
@@ -88,17 +100,12 @@ class ChannelServer:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=_OneKey(client_key))
         keys = KeyPair.new()
-        self._socket = self._context.socket(zmq.ROUTER)
-        set_common_options(self._socket)
+        self._socket, url = self._bind(zmq.ROUTER, host, keys, max_unsent=max_unsent_frames)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an edge that is gone shows as an error
-        self._socket.setsockopt(zmq.SNDHWM, max_unsent_frames)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.curve_server = True
-        self._socket.curve_publickey = keys.public
-        self._socket.curve_secretkey = keys.secret
-        url_host = f"[{host}]" if ":" in host else host
-        port = self._socket.bind_to_random_port(f"tcp://{url_host}")
-        self.address = Address(f"tcp://{url_host}:{port}", keys.public)
+        self.address = Address(url, keys.public)
+        beats, self._beat_url = self._bind(zmq.PUB, host, keys, max_unsent=MAX_UNSENT_BEATS)
+        bound_s = CPU_TURN_BOUND_S if info.device == "cpu" else TURN_BOUND_S
+        self._heartbeat = Heartbeat(beats, turn_bound_s or (lambda: bound_s))
 
     @property
     def num_edges(self) -> int:
@@ -112,8 +119,14 @@ class ChannelServer:
     def receive(self, timeout_s: float) -> list[Command]:
         """What edges ask for, waiting up to `timeout_s` (or until the next heartbeat is due) when there is nothing."""
         wait_s = 0.0 if self._orphans else min(timeout_s, self._seconds_to_heartbeat())
-        if wait_s > 0 and not self._socket.poll(int(wait_s * 1000) + 1):
-            return []
+        if wait_s > 0:
+            self._heartbeat.end_turn()
+            has_command = self._socket.poll(int(wait_s * 1000) + 1)
+            self._heartbeat.begin_turn()
+            if not has_command:
+                return []
+        else:
+            self._heartbeat.begin_turn()
         commands: list[Command] = [Cancel(request_id=request_id) for request_id in self._orphans]
         self._orphans = []
         while True:
@@ -159,10 +172,23 @@ class ChannelServer:
         self._is_draining = True
 
     def close(self) -> None:
-        """Close the port; edges notice at once."""
+        """Close the ports; edges notice at once."""
+        self._heartbeat.close()
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
+
+    def _bind(self, kind: int, host: str, keys: KeyPair, *, max_unsent: int) -> tuple[zmq.Socket[bytes], str]:
+        """A socket of our own on a free port, and its URL."""
+        socket = self._context.socket(kind)
+        set_common_options(socket)
+        socket.setsockopt(zmq.SNDHWM, max_unsent)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.curve_server = True
+        socket.curve_publickey = keys.public
+        socket.curve_secretkey = keys.secret
+        url_host = f"[{host}]" if ":" in host else host
+        return socket, f"tcp://{url_host}:{socket.bind_to_random_port(f'tcp://{url_host}')}"
 
     def _read(self, identity: bytes, payload: list[bytes]) -> Command | None:
         try:
@@ -201,7 +227,7 @@ class ChannelServer:
             logger.error(message)
             self._send(identity, Rejected(message=message))
             return
-        answer = Welcome(replica_id=self._replica_id, info=self._info, snapshot=self._snapshot)
+        answer = Welcome(replica_id=self._replica_id, info=self._info, snapshot=self._snapshot, beat_url=self._beat_url)
         # Counted before it can know that it is welcome.
         self._edges[identity] = _Edge(identity, hello.edge_id, hello.is_watcher, time.monotonic())
         if self._send(identity, answer) is not None:

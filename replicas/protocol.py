@@ -13,7 +13,7 @@ from manta.engine.stats import EngineInfo, Snapshot
 
 from .step_histogram import StepHistogram
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
@@ -46,6 +46,8 @@ class Welcome(msgspec.Struct, tag=True, kw_only=True):
     replica_id: str
     info: EngineInfo
     snapshot: Snapshot
+    beat_url: str
+    """Where its heartbeat is to be had, under the key of the engine's address (see heartbeat.py)."""
 
 
 class Rejected(msgspec.Struct, tag=True, kw_only=True):

@@ -20,9 +20,10 @@ from manta.engine.errors import EngineFailed, Overloaded, Unavailable
 from manta.engine.llm import refusal_error
 from manta.engine.request import EngineRequest, Refusal, RefusalReason, RequestDelta, ResumeState
 from manta.engine.stats import EngineInfo
-from manta.replicas.channel import Address, ChannelLost, KeyPair
+from manta.replicas.channel import Address, ChannelLost, KeyPair, ReplicaLeaves
 from manta.replicas.channel_client import ChannelClient
 from manta.replicas.metrics import EdgeMetrics
+from manta.replicas.protocol import Frame
 
 from .client import ReplicaStatus, Take
 
@@ -33,6 +34,8 @@ MAX_FAILURES_WITHOUT_PROGRESS = 2
 """A request that lost so many replicas in a row without a new token is not given a third."""
 FULL_POLL_S = 0.1
 """How often a stream that must move looks for room while all replicas are full."""
+DRAIN_GRACE_S = 5.0
+"""How long the streams of a replica that leaves may take to end there before they move."""
 
 
 class Directory(Protocol):
@@ -54,7 +57,8 @@ class RouterLimits:
     max_queued_requests: int = 256
     """Requests that may wait: in a replica beyond those that run, and in the edge while no replica is ready."""
     max_wait_s: float = 60.0
-    """How long a request waits for a replica to become ready."""
+    """How long a request waits for a replica to become ready, and a stream that must move for room."""
+    drain_grace_s: float = DRAIN_GRACE_S
 
 
 class _Link:
@@ -65,8 +69,14 @@ class _Link:
         self.is_member = True
         self.channel: ChannelClient | None = None
         self.task: asyncio.Task[None] | None = None
+        self.mover: asyncio.Task[None] | None = None
+        """Moves the streams away; from when the replica is known to leave."""
         self.num_since_frame = 0
         """Requests sent since the last frame came: its snapshot does not count them yet."""
+
+    @property
+    def is_leaving(self) -> bool:
+        return not self.is_member or (self.channel is not None and self.channel.is_draining)
 
     @property
     def is_ready(self) -> bool:
@@ -109,7 +119,7 @@ class ChannelRouter:
             ReplicaStatus(
                 link.replica_id,
                 ready=link.is_ready,
-                draining=not link.is_member or (link.channel is not None and link.channel.is_draining),
+                draining=link.is_leaving,
                 snapshot=None if link.channel is None else link.channel.snapshot,
                 step_times=None if link.channel is None else link.channel.step_times,
                 last_frame_age_s=None if link.channel is None else link.channel.last_frame_age_s,
@@ -121,7 +131,8 @@ class ChannelRouter:
         return self._metrics.render(self.replicas(), num_waiting=len(self._waiters))
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
-        """The replicas that exist now. One that is missing drains: it gets no new work and finishes what it has."""
+        """The replicas that exist now. One that is missing drains: it gets no new work and ends what it can within the
+        grace; the rest moves as soon as another has room."""
         members = set(replica_ids)
         for replica_id in members - self._links.keys():
             link = self._links[replica_id] = _Link(replica_id)
@@ -131,6 +142,7 @@ class ChannelRouter:
                 link.is_member = False
                 if link.channel is not None:
                     link.channel.drain()
+                self._start_moving(link)
                 self._forget_if_idle(link)
 
     async def close(self) -> None:
@@ -140,9 +152,10 @@ class ChannelRouter:
             link.is_member = False
             if link.channel is not None:
                 link.channel.close()
-            if link.task is not None:
-                link.task.cancel()
-        await asyncio.gather(*(link.task for link in links if link.task is not None), return_exceptions=True)
+        tasks = [task for link in links for task in (link.task, link.mover) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run(self, request: EngineRequest, take: Take) -> None:
         state = ResumeState(request=msgspec.structs.replace(request, output_token_ids=list(request.output_token_ids)))
@@ -166,8 +179,11 @@ class ChannelRouter:
                     return
                 num_refusals += 1
                 self._refused(link, refusal, has_delta=state.has_begun, num_refusals=num_refusals)
+            except ReplicaLeaves:
+                self._moves(state, link, "it leaves")
             except ChannelLost as lost:
-                self._count_failure(state, request.request_id, link, lost)
+                self._count_failure(state, link, lost)
+                self._moves(state, link, str(lost))
             finally:
                 channel.finish(submission.request_id)
                 release()
@@ -180,6 +196,7 @@ class ChannelRouter:
         if refusal.reason is RefusalReason.DRAINING:
             if link.channel is not None:
                 link.channel.is_draining = True
+            self._start_moving(link)
             return
         error = refusal_error(refusal)
         if not has_delta:
@@ -188,20 +205,37 @@ class ChannelRouter:
             return
         raise EngineFailed(f"The request could not go on elsewhere: {refusal.message}") from error
 
-    def _count_failure(self, state: ResumeState, request_id: str, link: _Link, lost: ChannelLost) -> None:
+    def _count_failure(self, state: ResumeState, link: _Link, lost: ChannelLost) -> None:
+        if link.is_leaving:
+            return  # it was about to end: no sign that the request ends replicas
         state.num_failures_without_progress += 1
         if state.num_failures_without_progress >= MAX_FAILURES_WITHOUT_PROGRESS:
             raise EngineFailed(
                 "The engine failed while it worked on this request, on two replicas in a row; it is not tried again."
             ) from lost
+
+    def _moves(self, state: ResumeState, link: _Link, why: str) -> None:
         self._metrics.request_moved()
         logger.warning(
             "request %s leaves replica %s after %d tokens: %s",
-            request_id,
+            state.request.request_id,
             link.replica_id,
             len(state.request.output_token_ids),
-            lost,
+            why,
         )
+
+    def _start_moving(self, link: _Link) -> None:
+        if link.mover is None and link.channel is not None and link.channel.num_streams:
+            link.mover = asyncio.get_running_loop().create_task(self._move_streams(link.channel))
+
+    async def _move_streams(self, channel: ChannelClient) -> None:
+        """After the grace, away with the streams as others have room; they run on where they are meanwhile."""
+        await asyncio.sleep(self._limits.drain_grace_s)
+        while channel.lost is None and channel.num_streams:
+            ready = [link.candidate(self._limits) for link in self._links.values() if link.is_ready]
+            room = sum(max(one.max_requests - one.num_requests, 0) for one in ready)
+            channel.move_streams(room)
+            await asyncio.sleep(FULL_POLL_S)
 
     async def _acquire(self, *, must_move: bool) -> _Link:
         """A replica with room. One that is to move waits for room; a new one is refused at once when all are full."""
@@ -220,8 +254,7 @@ class ChannelRouter:
                 )
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                message = f"No replica became ready within {self._limits.max_wait_s:g} s."
-                raise EngineFailed(message) if must_move else Unavailable(message, retry_after_s=5.0)
+                raise Unavailable(f"No replica became ready within {self._limits.max_wait_s:g} s.", retry_after_s=5.0)
             await self._wait_for_replica(min(left_s, FULL_POLL_S) if ready else left_s)
 
     async def _wait_for_replica(self, timeout_s: float) -> None:
@@ -246,6 +279,9 @@ class ChannelRouter:
             self._connected(link, channel)
             await channel.wait_lost()
             link.channel = None
+            if link.mover is not None:
+                link.mover.cancel()
+                link.mover = None
             self._metrics.replica_left(link.replica_id, channel.snapshot)
             if link.is_member:
                 logger.warning("replica %s: %s", link.replica_id, channel.lost)
@@ -256,10 +292,12 @@ class ChannelRouter:
     async def _connect(self, link: _Link) -> ChannelClient:
         address = await asyncio.wait_for(self._directory.locate(link.replica_id), CONNECT_TIMEOUT_S)
 
-        def count_from_here(frame: object) -> None:
+        def learn(frame: Frame) -> None:
             link.num_since_frame = 0
+            if frame.draining:
+                self._start_moving(link)
 
-        channel = ChannelClient(address, edge_id=self._edge_id, keys=self._keys, on_frame=count_from_here)
+        channel = ChannelClient(address, edge_id=self._edge_id, keys=self._keys, on_frame=learn)
         try:
             await channel.connect(CONNECT_TIMEOUT_S)
         except asyncio.CancelledError:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import EngineRequest, FinishReason, Refusal, RefusalReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.replicas.channel_server import ChannelServer
-from manta.replicas.shard import Core, EngineLoop
+from manta.replicas.engine_loop import Core, EngineLoop
 
 INFO = EngineInfo(
     model_name="fake", max_model_len=4096, vocab_size=1000, block_size=16, num_blocks=64, max_num_seqs=8,
@@ -110,10 +111,10 @@ class Engine:
 
 @contextmanager
 def engine(
-    core: Core, client_key: bytes, *, info: EngineInfo = INFO, name: str = "r0", **limits: float
+    core: Core, client_key: bytes, *, info: EngineInfo = INFO, name: str = "r0", **limits: Any
 ) -> Iterator[Engine]:
     """Runs `core` until the end of the block, or until it is closed."""
-    server = ChannelServer(name, info, client_key=client_key, **limits)  # type: ignore[arg-type]
+    server = ChannelServer(name, info, client_key=client_key, **limits)
     loop = EngineLoop(core, server)
     running = Engine(core, server, loop, threading.Thread(target=loop.run, name=f"engine {name}"))
     running.thread.start()

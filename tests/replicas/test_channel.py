@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import zmq
 from manta.engine.request import EngineRequest, FinishReason, Refusal, RefusalReason, RequestDelta, SamplingParams
 from manta.replicas.channel import FRAME_INTERVAL_S, Address, ChannelLost, KeyPair, encode
 from manta.replicas.channel_client import ChannelClient
+from manta.replicas.heartbeat import BEAT_INTERVAL_S
 from manta.replicas.protocol import Frame, Hello, Submit
 from tests.replicas.edge.local_server import write_byte_model
 from tests.replicas.engines import INFO, Engine, FakeCore, engine, token_at
@@ -130,7 +131,7 @@ async def test_a_client_without_a_key_gets_nothing(running: Engine) -> None:
 
 async def test_another_protocol_version_is_refused_by_name(running: Engine) -> None:
     client = ChannelClient(running.server.address, edge_id="old", keys=KEYS, version=999)
-    with pytest.raises(ChannelLost, match=r"replica r0 speaks protocol version 2, edge old speaks 999"):
+    with pytest.raises(ChannelLost, match=r"replica r0 speaks protocol version 3, edge old speaks 999"):
         await client.connect(5.0)
     assert running.server.num_edges == 0
 
@@ -216,22 +217,75 @@ async def test_a_dead_engine_is_noticed_at_once() -> None:
                 await Reply(client, request("later")).end()
 
 
-async def test_a_stuck_step_loop_is_noticed_by_the_age_of_its_last_frame() -> None:
+@contextmanager
+def stuck(core: FakeCore) -> Iterator[None]:
+    """The core's next step takes until the end of the block."""
+    core.may_step.clear()
+    try:
+        yield
+    finally:
+        core.may_step.set()
+
+
+async def test_a_stuck_step_loop_is_noticed_although_its_process_lives() -> None:
     core = FakeCore()
-    with engine(core, KEYS.public) as one:
-        async with edge(one.server.address, hang_s=1.0) as client:
+    with engine(core, KEYS.public, turn_bound_s=lambda: 1.5) as one:
+        async with edge(one.server.address) as client:
             await Reply(client, request("first")).tokens()
-            core.may_step.clear()
-            try:
-                with pytest.raises(ChannelLost, match="hangs: no frame for"):
+            start_s = time.monotonic()
+            with stuck(core):
+                with pytest.raises(ChannelLost, match=r"hangs: .* s in one step, 1\.5 s at most"):
                     await Reply(client, request("second")).end()
-            finally:
-                core.may_step.set()
+                assert 1.5 < time.monotonic() - start_s < 1.5 + 2 * BEAT_INTERVAL_S
 
 
-async def test_a_busy_edge_does_not_take_its_own_pause_for_a_hang(running: Engine) -> None:
-    async with edge(running.server.address, hang_s=1.0) as client:
-        time.sleep(1.5)  # the edge's loop stands still for longer than hang_s
+async def test_a_long_step_within_its_bound_is_no_hang_however_long_no_frame_comes() -> None:
+    core = FakeCore()
+    with engine(core, KEYS.public, turn_bound_s=lambda: 60.0) as one:
+        async with edge(one.server.address, silence_s=1.5) as client:
+            stream = Reply(client, request("long prefill"))
+            with stuck(core):
+                await become_true(lambda: client.last_frame_age_s > 3.0, within_s=10)
+            assert len(await stream.tokens()) == 5
+            assert client.lost is None
+
+
+async def test_a_process_that_says_nothing_is_noticed(running: Engine) -> None:
+    """Its connection stands and answers pings, but neither loop nor heartbeat sends anything."""
+    async with edge(running.server.address, silence_s=1.5) as client:
+        running.loop.stop()
+        running.thread.join()
+        running.server._heartbeat._is_over.set()
+        start_s = time.monotonic()
+        await asyncio.wait_for(client.wait_lost(), 5)
+        assert client.lost is not None
+        assert "says nothing" in str(client.lost)
+        assert 0.5 < time.monotonic() - start_s < 2.5
+
+
+async def test_beats_are_for_those_with_the_cluster_s_key_only(running: Engine) -> None:
+    context = zmq.Context()
+
+    def listen(keys: KeyPair | None) -> int:
+        socket = context.socket(zmq.SUB)
+        if keys is not None:
+            socket.curve_serverkey = running.server.address.server_key
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(running.server._beat_url)
+        got = socket.poll(1500)
+        socket.close(linger=0)
+        return got
+
+    assert await asyncio.to_thread(listen, KEYS)
+    assert not await asyncio.to_thread(listen, KeyPair.new())
+    assert not await asyncio.to_thread(listen, None)
+    context.term()
+
+
+async def test_a_busy_edge_does_not_take_its_own_pause_for_a_silence(running: Engine) -> None:
+    async with edge(running.server.address, silence_s=1.0) as client:
+        time.sleep(1.5)  # the edge's loop stands still for longer than silence_s
         await asyncio.sleep(0.6)
         assert client.lost is None
 

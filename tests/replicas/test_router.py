@@ -19,8 +19,8 @@ from manta.engine.startup import start_engine
 from manta.engine.stats import EngineInfo
 from manta.replicas.channel import Address, ChannelLost, KeyPair
 from manta.replicas.edge.router import ChannelRouter, RouterLimits
+from manta.replicas.engine_loop import Core
 from manta.replicas.metrics import EdgeMetrics
-from manta.replicas.shard import Core
 from tests.replicas.edge.local_server import sim_config, write_byte_model
 from tests.replicas.engines import INFO, Engine, FakeCore, engine, token_at
 
@@ -369,6 +369,77 @@ async def test_a_replica_that_leaves_the_membership_finishes_its_streams_and_get
         assert len(await running) == 40
         await become_true(lambda: [status.replica_id for status in one.router.replicas()] == ["new"])
         await become_true(lambda: one.engines["old"].server.num_edges == 0)
+
+
+async def test_what_is_left_on_a_leaving_replica_after_the_grace_moves_and_short_work_ends_there() -> None:
+    async with fleet(drain_grace_s=0.5) as one:
+        old, new = FakeCore(step_s=0.01), FakeCore(step_s=0.001)
+        one.start("old", old)
+        await one.ready("old")
+        long = asyncio.create_task(collect(one.router, request("long", max_tokens=2000)))
+        short = asyncio.create_task(collect(one.router, request("short", max_tokens=20)))
+        await become_true(lambda: len(one.held) == 2)
+        one.start("new", new)
+        one.router.set_members(["new"])
+        assert len(tokens_of(await short)) == 20
+        assert new.added == []
+        await become_true(lambda: new.added == ["long.1"], within_s=2.0)
+        # The replica is free of it at once, so that Serve can stop it.
+        await become_true(lambda: old.cancelled == ["long"] and one.held == ["new"])
+        await become_true(lambda: [status.replica_id for status in one.router.replicas()] == ["new"])
+        assert tokens_of(await long) == [token_at([1, 2, 3], position) for position in range(2000)]
+
+
+async def test_streams_stay_on_a_leaving_replica_while_no_other_has_room() -> None:
+    info = msgspec.structs.replace(INFO, max_num_seqs=1, max_num_waiting=0)
+    async with fleet(drain_grace_s=0.0) as one:
+        old, new = FakeCore(step_s=0.005), FakeCore(step_s=0.005)
+        one.start("old", old)
+        await one.ready("old")
+        streams = [asyncio.create_task(collect(one.router, request(name, max_tokens=600))) for name in "ab"]
+        await become_true(lambda: len(old.requests) == 2)
+        one.start("new", new, info)
+        one.router.set_members(["new"])
+        await become_true(lambda: len(new.added) == 1)
+        seen = new.snapshot().num_generated_tokens
+        await become_true(lambda: new.snapshot().num_generated_tokens > seen + 60)
+        assert len(old.requests) == 1
+        for stream in streams:
+            assert tokens_of(await stream) == [token_at([1, 2, 3], position) for position in range(600)]
+
+
+async def test_the_death_of_a_leaving_replica_is_not_counted_against_its_requests() -> None:
+    async with fleet(drain_grace_s=60.0) as one:
+        cores = {name: FakeCore() for name in "abc"}
+        for core in cores.values():
+            core.may_step.clear()
+        one.start("a", cores["a"])
+        await one.ready("a")
+        running = asyncio.create_task(collect(one.router, request()))
+        for gone, following in zip("ab", "bc", strict=True):
+            await become_true(lambda gone=gone: cores[gone].has_work)
+            one.start(following, cores[following])
+            one.router.set_members([following])
+            cores[gone].requests.clear()
+            cores[gone].may_step.set()
+            one.engines.pop(gone).close()
+        cores["c"].may_step.set()
+        assert tokens_of(await running) == [token_at([1, 2, 3], position) for position in range(40)]
+
+
+async def test_a_stream_that_waits_in_vain_for_a_replica_ends_with_what_clients_may_retry() -> None:
+    async with fleet(max_wait_s=0.3) as one:
+        one.start("a", FakeCore(step_s=0.005))
+        await one.ready("a")
+        before = time.monotonic()
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens == 5:
+                one.engines.pop("a").close()
+
+        with pytest.raises(Unavailable, match=r"within 0\.3 s"):
+            await collect(one.router, request(), after=kill)
+        assert time.monotonic() - before < 3.0
 
 
 async def test_metrics_keep_the_counters_of_dead_replicas_and_drop_their_gauges() -> None:
