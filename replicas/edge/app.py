@@ -43,6 +43,7 @@ def create_app(context: EdgeContext) -> App:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/health", status.health, methods=["GET"]),
             Route("/ready", status.ready, methods=["GET"]),
+            Route("/cluster", status.cluster, methods=["GET"]),
             Route("/metrics", status.metrics, methods=["GET"]),
             Route("/version", status.version, methods=["GET"]),
         ]

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from manta.engine.errors import Unavailable
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
@@ -135,8 +135,11 @@ class EdgeContext:
     """Most sequences (prompts times n) that one request may ask for."""
     drain_retry_after_s: float = 5.0
     """Told to clients that come while this edge drains."""
+    cluster_status: Callable[[], Awaitable[dict[str, Any]]] | None = None
+    """Nodes, and every replica's ranks, for GET /cluster; None where there is no cluster."""
     outbox: Outbox = field(default_factory=Outbox)
     _draining: bool = False
+    _missing: str | None = None
     _open: set[OpenRequest] = field(default_factory=set)
 
     def drain(self) -> None:
@@ -146,6 +149,14 @@ class EdgeContext:
     @property
     def is_draining(self) -> bool:
         return self._draining
+
+    def set_missing(self, missing: str | None) -> None:
+        """What engine replicas wait for that have no room in the cluster; None when none waits."""
+        self._missing = missing
+
+    @property
+    def missing(self) -> str | None:
+        return self._missing
 
     @property
     def num_open_requests(self) -> int:

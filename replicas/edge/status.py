@@ -1,10 +1,11 @@
-"""GET /health, /ready, /metrics, /version and /v1/models: what the edge knows about itself and its replicas."""
+"""GET /health, /ready, /cluster, /metrics, /version, /v1/models: what the edge knows of itself and its replicas."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,7 +32,8 @@ class StatusEndpoints:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 when work is taken; 503 while loading or draining. The body lists every replica either way."""
+        """200 when work is taken; 503 while loading or draining. The body lists every replica either way, and says in
+        `missing` what replicas wait for that have no room in the cluster."""
         context = self._context
         replicas = context.client.replicas()
         if context.is_draining:
@@ -43,11 +45,19 @@ class StatusEndpoints:
             "model": context.model_name,
             "replicas": [_describe(replica) for replica in replicas],
         }
+        if context.missing is not None:
+            answer["missing"] = context.missing
         if status == "ready":
             return _json(answer)
-        reason = "This server is stopping." if status == "draining" else "No replica is ready."
+        reason = "This server is stopping." if status == "draining" else _why_none_is_ready(context)
         reply = reply_for(Unavailable(reason, retry_after_s=context.drain_retry_after_s))
         return _json({**answer, **reply.envelope}, status=reply.status, headers=reply.headers)
+
+    async def cluster(self, request: Request) -> Response:
+        """Nodes, gangs and ranks with their phases of start-up; 404 where there is no cluster."""
+        if self._context.cluster_status is None:
+            raise HTTPException(404)
+        return _json(await self._context.cluster_status())
 
     async def metrics(self, request: Request) -> Response:
         """Everything that is measured, as Prometheus text."""
@@ -76,6 +86,12 @@ class StatusEndpoints:
             "root": name,
             "max_model_len": None if info is None else info.max_model_len,
         }
+
+
+def _why_none_is_ready(context: EdgeContext) -> str:
+    if context.missing is None:
+        return "No replica is ready."
+    return f"No replica is ready: one that is to start {context.missing}."
 
 
 def _describe(replica: ReplicaStatus) -> dict[str, Any]:

@@ -318,6 +318,30 @@ class TestStatus:
         assert local.server.http.get("/health").status_code == 200
         assert local.server.http.get("/v1/models").json()["data"][0]["max_model_len"] is None
 
+    def test_ready_says_what_a_replica_waits_for(self, local: LocalServer) -> None:
+        missing = "needs 8 GPUs in one node, the largest free block is 6 (of 8, node 10.0.0.7)"
+        local.context.set_missing(missing)
+        answer = local.server.http.get("/ready").json()
+        assert (answer["status"], answer["missing"]) == ("ready", missing)
+
+        class Unready(FailingClient):
+            def replicas(self) -> list[ReplicaStatus]:
+                return [ReplicaStatus("a", ready=False)]
+
+        local.context.client = Unready(local.context.client, after=0, error=RuntimeError())
+        ready = local.server.http.get("/ready")
+        assert_envelope(ready, 503)
+        assert ready.json()["error"]["message"] == f"No replica is ready: one that is to start {missing}."
+
+    def test_the_cluster_is_shown_where_there_is_one(self, local: LocalServer) -> None:
+        assert_envelope(local.server.http.get("/cluster"), 404)
+
+        async def status() -> dict[str, Any]:
+            return {"nodes": []}
+
+        local.context.cluster_status = status
+        assert local.server.http.get("/cluster").json() == {"nodes": []}
+
     def test_version(self, local: LocalServer) -> None:
         assert set(local.server.http.get("/version").json()) == {"version"}
 
