@@ -1,4 +1,4 @@
-"""Tells an edge what engine replicas wait for that have no room in the cluster. Knows no Ray: it is given the question."""
+"""Tells an edge what engine replicas wait for that have no room here. Knows no Ray: it is given the question."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ MISSING = "needs 8 GPUs in one node, the largest free block is 6"
 
 async def told(answers: list[str | Exception | None], *, is_needed: bool = True) -> list[str | None]:
     """What is told while the questions are answered like that, one after the other."""
-    questions, news = iter(answers), []
+    news: list[str | None] = []
     done = asyncio.Event()
 
     def ask() -> str | None:
-        answer = next(questions)
+        answer = answers[min(len(news), len(answers) - 1)]
         if isinstance(answer, Exception):
             raise answer
         return answer
