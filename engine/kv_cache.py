@@ -9,6 +9,7 @@ import torch
 from .errors import ConfigError
 from .layers.attention import LayerCache
 from .model_shape import ModelShape
+from .parallel.layout import ShardLayout
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -20,13 +21,18 @@ class CacheLayout:
 
     num_layers: int
     num_kv_heads: int
+    """Layers and heads of one rank."""
     head_dim: int
     block_size: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, shape: ModelShape, *, block_size: int, dtype: torch.dtype) -> CacheLayout:
-        return cls(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, dtype)
+    def of(
+        cls, shape: ModelShape, *, block_size: int, dtype: torch.dtype, layout: ShardLayout | None = None
+    ) -> CacheLayout:
+        """Of a rank that holds `layout` (None: all layers and heads)."""
+        layout = ShardLayout.whole(shape) if layout is None else layout
+        return cls(len(layout.layers), len(layout.kv_heads), shape.head_dim, block_size, dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -18,13 +18,19 @@ from manta.engine.errors import CheckpointError
 from manta.engine.gguf_file import GgufTensor, read_gguf_header
 from manta.engine.models.family import Family, Parameter
 
+from .slices import SliceOf, TensorSlice
+
 _CHUNK_ELEMENTS = 1 << 24
 """Elements that are dequantized at once."""
 
 
-def read_gguf(file: Path, family: Family, views: Mapping[Parameter, torch.Tensor], *, head_dim: int) -> None:
-    """Fill every view. Raises CheckpointError naming the tensor that is missing, short, mis-shaped or of a type that
-    cannot be dequantized."""
+def read_gguf(
+    file: Path, family: Family, views: Mapping[Parameter, torch.Tensor], slice_of: SliceOf, *, head_dim: int
+) -> None:
+    """Fill every view with its slice; other rows and blocks are not dequantized.
+
+    Raises CheckpointError naming the tensor that is missing, short, mis-shaped or of a type that cannot be dequantized.
+    """
     header = read_gguf_header(file)
     data = np.memmap(file, dtype=np.uint8, mode="r")
     for parameter, view in views.items():
@@ -32,12 +38,13 @@ def read_gguf(file: Path, family: Family, views: Mapping[Parameter, torch.Tensor
         tensor = header.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"{file}: tensor {name} is missing")
-        if tensor.shape[::-1] != tuple(view.shape):
+        part = slice_of(parameter)
+        if tensor.shape[::-1] != part.full:
             raise CheckpointError(
-                f"{file}: tensor {name} has shape {tensor.shape[::-1]}, the metadata ask for {tuple(view.shape)}"
+                f"{file}: tensor {name} has shape {tensor.shape[::-1]}, the metadata ask for {part.full}"
             )
         is_interleaved = family.gguf_interleaves_rotary and parameter.part in ("q", "k")
-        for rows, values in _dequantized(file, data, tensor, rows_multiple=head_dim):
+        for rows, values in _dequantized(file, data, tensor, part, rows_multiple=head_dim):
             chunk = view[rows : rows + values.shape[0]]
             if is_interleaved:
                 # [heads, 2, dim / 2, ...] here is [heads, dim / 2, 2, ...] in the file
@@ -48,9 +55,10 @@ def read_gguf(file: Path, family: Family, views: Mapping[Parameter, torch.Tensor
 
 
 def _dequantized(
-    file: Path, data: np.ndarray, tensor: GgufTensor, *, rows_multiple: int
+    file: Path, data: np.ndarray, tensor: GgufTensor, part: TensorSlice, *, rows_multiple: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, fp32 values) of runs of rows, each a multiple of `rows_multiple` rows long, save the last."""
+    """(first row within the slice, fp32 values) of runs of rows, each a multiple of `rows_multiple` rows long, save
+    the last."""
     try:
         kind = GGMLQuantizationType(tensor.type_id)
     except ValueError:
@@ -64,16 +72,27 @@ def _dequantized(
         raise CheckpointError(f"{file}: rows of tensor {tensor.name} are no whole number of {kind.name} blocks")
     if tensor.offset + num_rows * row_bytes > data.size:
         raise CheckpointError(f"{file} is cut short: tensor {tensor.name} reaches beyond its end; get it again")
+    rows = part.part if part.dim == 0 else range(num_rows)
+    columns = range(row_elements) if part.dim == 0 else part.part
+    # Of a row's columns, the whole blocks that hold them are dequantized.
+    first_block, last_block = columns.start // block_elements, -(-columns.stop // block_elements)
+    block_columns = slice(columns.start - first_block * block_elements, columns.stop - first_block * block_elements)
     num_at_once = max(_CHUNK_ELEMENTS // (row_elements * rows_multiple), 1) * rows_multiple
-    for first in range(0, num_rows, num_at_once):
-        count = min(num_at_once, num_rows - first)
-        start = tensor.offset + first * row_bytes
+    for first in range(0, len(rows), num_at_once):
+        count = min(num_at_once, len(rows) - first)
+        start = tensor.offset + (rows.start + first) * row_bytes
         raw = data[start : start + count * row_bytes].reshape(count, row_bytes)
         try:
-            values = dequantize(raw, kind)
+            values = dequantize(_blocks(raw, first_block * block_bytes, last_block * block_bytes), kind)
         except NotImplementedError:
             message = f"{file}: tensor {tensor.name} is of type {kind.name}, which cannot be dequantized"
             raise CheckpointError(message) from None
         values = np.ascontiguousarray(values, dtype=np.float32)
         values = values if values.flags.writeable else values.copy()
-        yield first, torch.from_numpy(values).view(count if len(tensor.shape) == 1 else (count, row_elements))
+        found = torch.from_numpy(values)
+        yield first, found.view(count) if len(tensor.shape) == 1 else found.view(count, -1)[:, block_columns]
+
+
+def _blocks(raw: np.ndarray, first_byte: int, last_byte: int) -> np.ndarray:
+    """Columns of bytes, contiguous; whole rows stay the mapped file."""
+    return raw if last_byte - first_byte == raw.shape[1] else np.ascontiguousarray(raw[:, first_byte:last_byte])

@@ -1,4 +1,4 @@
-"""A decoder's parameters as fused tensors, and which slice of them each tensor of a checkpoint fills.
+"""A rank's parameters as fused tensors, and which slice of them each tensor of a checkpoint fills.
 
 qkv = [q; k; v] and gate_up = [gate; up], rows stacked; on CUDA gate_up holds the rows of gate and up in turns, so that
 one tile of a product has both. Knows no file format and no tensor names but our own.
@@ -12,6 +12,7 @@ import torch
 
 from manta.engine.model_shape import ModelShape
 from manta.engine.models.family import Parameter
+from manta.engine.parallel.layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,37 @@ class LayerParameters:
 
 @dataclass
 class Parameters:
-    """All of them. `head` is None when the embeddings are tied."""
+    """Those of one rank. What its layout leaves out is None; so is `head` where the embedding serves as one."""
 
-    embedding: torch.Tensor
+    embedding: torch.Tensor | None
     head: torch.Tensor | None
-    final_norm: torch.Tensor
+    final_norm: torch.Tensor | None
     layers: list[LayerParameters | None]
+    first_layer: int
+    """Number of the first of `layers` in the whole model."""
     interleaved: bool
     """Whether gate_up holds row i of gate at 2 i and of up at 2 i + 1."""
 
     def take_layer(self, index: int) -> LayerParameters:
-        """Hand a layer over; it is no longer held here. Once a layer."""
+        """Hand over the layer at `index` of `layers`; it is no longer held here. Once a layer."""
         layer, self.layers[index] = self.layers[index], None
         assert layer is not None, f"layer {index} was taken before"
         return layer
 
 
-def allocate_parameters(shape: ModelShape, *, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Uninitialised."""
+def allocate_parameters(
+    shape: ModelShape, *, dtype: torch.dtype, device: torch.device, layout: ShardLayout | None = None
+) -> Parameters:
+    """Those of a rank (None: the only one), uninitialised."""
+    layout = ShardLayout.whole(shape) if layout is None else layout
 
     def empty(*size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    hidden, inter = shape.hidden_size, shape.intermediate_size
-    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inter = shape.hidden_size, len(layout.intermediate)
+    q_size, kv_size = len(layout.heads) * shape.head_dim, len(layout.kv_heads) * shape.head_dim
+    # Products that are summed over ranks get their bias on one of them.
+    adds_bias = layout.is_first_part
     layers: list[LayerParameters | None] = [
         LayerParameters(
             input_norm=empty(hidden),
@@ -65,37 +73,44 @@ def allocate_parameters(shape: ModelShape, *, dtype: torch.dtype, device: torch.
             gate_up=empty(2 * inter, hidden),
             down=empty(hidden, inter),
             qkv_bias=empty(q_size + 2 * kv_size) if shape.attention_bias else None,
-            output_bias=empty(hidden) if shape.output_bias else None,
+            output_bias=empty(hidden) if shape.output_bias and adds_bias else None,
             gate_up_bias=empty(2 * inter) if shape.mlp_bias else None,
-            down_bias=empty(hidden) if shape.mlp_bias else None,
+            down_bias=empty(hidden) if shape.mlp_bias and adds_bias else None,
         )
-        for _ in range(shape.num_layers)
+        for _ in layout.layers
     ]
+    has_own_head = layout.has_head and not (shape.tie_word_embeddings and layout.has_embedding)
     return Parameters(
-        embedding=empty(shape.vocab_size, hidden),
-        head=None if shape.tie_word_embeddings else empty(shape.vocab_size, hidden),
-        final_norm=empty(hidden),
+        embedding=empty(len(layout.vocab), hidden) if layout.has_embedding else None,
+        head=empty(len(layout.vocab), hidden) if has_own_head else None,
+        final_norm=empty(hidden) if layout.has_head else None,
         layers=layers,
+        first_layer=layout.layers.start,
         interleaved=device.type == "cuda",
     )
 
 
 def destinations(shape: ModelShape, parameters: Parameters) -> dict[Parameter, torch.Tensor]:
-    """The slice that each tensor of a checkpoint fills, in the order of the layers."""
-    views = {Parameter("embedding", None, "weight"): parameters.embedding}
-    for index, layer in enumerate(parameters.layers):
+    """What each tensor of a checkpoint, or its slice, fills, in the order of the layers."""
+    views: dict[Parameter, torch.Tensor] = {}
+    if parameters.embedding is not None:
+        views[Parameter("embedding", None, "weight")] = parameters.embedding
+    for index, layer in enumerate(parameters.layers, start=parameters.first_layer):
         if layer is not None:
             views |= _layer_destinations(shape, index, layer, interleaved=parameters.interleaved)
-    views[Parameter("final_norm", None, "weight")] = parameters.final_norm
+    if parameters.final_norm is not None:
+        views[Parameter("final_norm", None, "weight")] = parameters.final_norm
     if parameters.head is not None:
-        views[Parameter("head", None, "weight")] = parameters.head
+        # A stage of its own has its own copy of a tied embedding.
+        views[Parameter("embedding" if shape.tie_word_embeddings else "head", None, "weight")] = parameters.head
     return views
 
 
 def _layer_destinations(
     shape: ModelShape, index: int, layer: LayerParameters, *, interleaved: bool
 ) -> dict[Parameter, torch.Tensor]:
-    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    q_size = layer.output.shape[1]
+    kv_size = (layer.qkv.shape[0] - q_size) // 2
     views = {
         Parameter("input_norm", index, "weight"): layer.input_norm,
         Parameter("post_norm", index, "weight"): layer.post_norm,

@@ -1,4 +1,4 @@
-"""Reads safetensors: one file or shards with an index, each tensor memory-mapped straight into its slice.
+"""Reads safetensors: one file or shards with an index, each tensor's slice memory-mapped straight into its place.
 
 Knows where tensors go only as a mapping from parameters to views.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,19 +17,24 @@ from safetensors import SafetensorError, safe_open
 from manta.engine.errors import CheckpointError
 from manta.engine.models.family import Family, Parameter
 
+from .slices import SliceOf, TensorSlice
+
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def read_safetensors(folder: Path, family: Family, views: Mapping[Parameter, torch.Tensor]) -> None:
-    """Fill every view. Raises CheckpointError naming the shard or tensor that is missing, short or mis-shaped."""
+def read_safetensors(folder: Path, family: Family, views: Mapping[Parameter, torch.Tensor], slice_of: SliceOf) -> None:
+    """Fill every view with its slice; nothing else is read.
+
+    Raises CheckpointError naming the shard or tensor that is missing, short or mis-shaped.
+    """
     file_of = _files_of_tensors(folder)
-    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+    by_file: dict[Path, list[_Wanted]] = {}
     missing = []
     for parameter, view in views.items():
         name = family.hugging_face_name(parameter)
         if name in file_of:
-            by_file.setdefault(file_of[name], []).append((name, view))
+            by_file.setdefault(file_of[name], []).append(_Wanted(name, view, slice_of(parameter)))
         else:
             missing.append(name)
     if missing:
@@ -39,18 +44,25 @@ def read_safetensors(folder: Path, family: Family, views: Mapping[Parameter, tor
         _read_file(file, wanted)
 
 
-def _read_file(file: Path, wanted: list[tuple[str, torch.Tensor]]) -> None:
+class _Wanted(NamedTuple):
+    name: str
+    view: torch.Tensor
+    slice: TensorSlice
+
+
+def _read_file(file: Path, wanted: list[_Wanted]) -> None:
     with ExitStack() as stack:
         opened = stack.enter_context(_open(file))
         held = set(opened.keys())
-        for name, view in wanted:
+        for name, view, part in wanted:
             if name not in held:
                 raise CheckpointError(f"{file}: tensor {name} is missing, though the index says that it is here")
-            shape = tuple(opened.get_slice(name).get_shape())
-            if shape != tuple(view.shape):
-                asked = tuple(view.shape)
-                raise CheckpointError(f"{file}: tensor {name} has shape {shape}, the config asks for {asked}")
-            view.copy_(opened.get_tensor(name))
+            stored = opened.get_slice(name)
+            shape = tuple(stored.get_shape())
+            if shape != part.full:
+                raise CheckpointError(f"{file}: tensor {name} has shape {shape}, the config asks for {part.full}")
+            # A whole tensor is the mapped file itself, without a copy in between.
+            view.copy_(opened.get_tensor(name) if part.is_whole else stored[part.index])
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
