@@ -237,7 +237,6 @@ async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped
 ) -> None:
     """Streams, each a token further than the next one, freeze at the same moment."""
     async with edge_over(folder, 1) as edge:
-        (healthy,) = edge.fleet.engines
         fields = await with_a_stop_string(edge)
         expected = await edge.answer(edge.job(**fields))
         edge.fleet.addresses["process"] = process.address
@@ -262,7 +261,7 @@ async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped
         running = [asyncio.create_task(run(stream)) for stream in range(NUM_TOKENS - 2)]
         await become_true(lambda: bool(frozen_at), within_s=20)
         start_s = asyncio.get_running_loop().time()
-        edge.fleet.router.set_members(["process", healthy])
+        edge.fleet.router.set_members(["process", edge.start(folder)])
         await become_true(lambda: [s.ready for s in edge.fleet.router.replicas()] == [False, True])
         assert asyncio.get_running_loop().time() - start_s < 5.0
         for stream, events in enumerate(await asyncio.gather(*running)):
