@@ -42,6 +42,16 @@ class ServerClient:
             body = {}
         return response.status_code, body if isinstance(body, dict) else {}
 
+    def cluster(self) -> dict[str, Any] | None:
+        """Body of /cluster; None from a server that stands in no cluster."""
+        with self._client() as client, self._plain_errors():
+            response = client.get("/cluster")
+        if response.status_code == 404:
+            return None
+        if response.status_code != 200:
+            raise ServerError(_error_sentence(response))
+        return response.json()
+
     def stream_chat(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
         """Pieces of the answer's text, as they come."""
         body = {"model": model, "messages": messages, "stream": True, **options}

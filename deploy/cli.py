@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from .bench_cli import Overrides, bench_app, eval_app, profile_command
+from .cluster_cli import cluster_app
 
 if TYPE_CHECKING:
     from .chat import ServerClient
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
+app.add_typer(cluster_app, name="cluster")
 
 Target = Annotated[
     str | None,
@@ -122,16 +124,42 @@ def chat_command(
 
 
 @app.command("status")
-def status_command(url: Url = None, api_key: ApiKey = None) -> int:
-    """Say whether a server is ready, which models it serves and how its replicas are."""
+def status_command(
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> int:
+    """Say whether a server is ready; show its replicas with queue and cache, nodes, gangs, ranks and their start-up."""
+    from .status_view import ServerStatus, print_status
+
     client = _client(url, api_key)
     code, body = client.ready()
-    print(f"{client.base_url}: {'ready' if code == 200 else f'not ready ({code})'}")
-    for replica in body.get("replicas", []):
-        print("  " + ", ".join(f"{name} {_short(value)}" for name, value in replica.items()))
-    for name in client.models():
-        print(f"  model {name}")
-    return 0 if code == 200 else FAILURE
+    status = ServerStatus(client.base_url, code, body, client.cluster(), client.models())
+    if json:
+        import json as json_library
+
+        print(json_library.dumps(status.as_tree(), indent=2))
+    else:
+        from rich.console import Console
+
+        print_status(Console(soft_wrap=True), status)
+    return 0 if status.is_ready else FAILURE
+
+
+@app.command("logs")
+def logs_command(
+    replica: Annotated[str | None, typer.Argument(help="Id of a replica or its beginning; none: list them.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of this rank only; default: of all ranks.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    tail: Annotated[int, typer.Option(help="So many of the last lines of each rank.")] = 100,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster (`auto` or HOST:PORT); default: `manta serve` on this machine.")
+    ] = None,
+) -> None:
+    """Show what the ranks of a replica wrote, also of those that ended."""
+    from .rank_logs import open_logs, show
+
+    show(open_logs(address), replica, rank=rank, follow=follow, tail=tail, write=lambda text: print(text, flush=True))
 
 
 @app.command("fetch")
@@ -187,12 +215,6 @@ def _client(url: str | None, api_key: str | None) -> ServerClient:
     settings = Settings.from_environment()
     base_url = (url or settings.url).rstrip("/").removesuffix("/v1")
     return ServerClient(base_url, api_key or settings.api_key)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={_short(part)}" for name, part in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _complain(error: Exception) -> None:

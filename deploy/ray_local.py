@@ -73,10 +73,7 @@ class LocalRay:
             stats_port, metrics_port = free_ports(2)
             haproxy = self.folder / "haproxy"
             variables |= {
-                "RAY_SERVE_ENABLE_HA_PROXY": "1",
-                "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-                # Serve's default of 4 threads costs more than it brings where there are fewer cores to run them.
-                "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, (os.cpu_count() or 1) // 2))),
+                **haproxy_variables(os.cpu_count() or 1),
                 "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
                 "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
                 "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
@@ -84,9 +81,6 @@ class LocalRay:
                 "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
                 "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
                 "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-                # A reload must not cut streams that are older than Serve's two minutes.
-                "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-                "RAY_SERVE_PORT_QUARANTINE_S": "150",
             }
         return variables
 
@@ -150,6 +144,19 @@ def join(address: str) -> None:
         ray.init(address=address, namespace="manta", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # whatever Ray raises here ends the command
         raise RayFailed(f"cannot join the Ray at {address!r}: {first_line(error)}") from error
+
+
+def haproxy_variables(num_cpus: int) -> dict[str, str]:
+    """What makes Serve use HAProxy, on a machine with so many CPUs."""
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Serve's default of 4 threads costs more than it brings where there are fewer cores to run them.
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, num_cpus // 2))),
+        # A reload must not cut streams that are older than Serve's two minutes.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+        "RAY_SERVE_PORT_QUARANTINE_S": "150",
+    }
 
 
 def haproxy_runs() -> bool:

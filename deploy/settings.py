@@ -17,6 +17,8 @@ from pathlib import Path
 from manta.engine.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+RAY_TOKEN_FILE = Path("~/.ray/auth_token")
+"""Where Ray looks for its token when RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH are not set."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,15 @@ class Settings:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"MANTA_URL = {url!r} must start with http:// or https://", field="MANTA_URL")
         return cls(home=home, url=url, api_key=environ.get("MANTA_API_KEY") or None)
+
+
+def has_ray_token(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether there is a token by which this machine's processes join a Ray that asks for one."""
+    environ = os.environ if environ is None else environ
+    if environ.get("RAY_AUTH_TOKEN"):
+        return True
+    path = environ.get("RAY_AUTH_TOKEN_PATH")
+    return (Path(path) if path else RAY_TOKEN_FILE).expanduser().is_file()
 
 
 def export(variables: Mapping[str, str]) -> None:

@@ -58,6 +58,10 @@ def taken_port() -> Iterator[int]:
         (["fetch", "gpt-4"], "unknown model 'gpt-4'"),
         (["serve"], "fetch it with `manta fetch smollm2-135m`"),
         (["serve", "no/such/folder/model.gguf"], "model.gguf"),
+        (["cluster", "start"], "say --head on the first machine and --address HOST:PORT"),
+        (["cluster", "start", "--head", "--address", "h:1"], "say --head on the first machine"),
+        (["cluster", "start", "--address", "h:1", "--port", "2"], "--port is the head's"),
+        (["cluster", "start", "--head", "--label", "x"], "write NAME=VALUE"),
         (["chat", "--url", "nonsense"], "'nonsense' is not an address"),
     ],
 )
