@@ -66,8 +66,6 @@ class BatchLayout:
     changes_table: bool
     feeds_back: bool
     """Whether some token is the one that its slot sampled last."""
-    feeds_back_all: bool
-    """Whether all of them are."""
     sampling_rows: np.ndarray  # int64, indices into the plan's rows
     sampling_slots: np.ndarray  # int64
     sampling_positions: np.ndarray  # int64, of the token that is sampled
@@ -87,12 +85,10 @@ class SharedBlocks:
 
 
 @dataclass(frozen=True)
-class StepTensors:
-    """A step on the device."""
+class StepPlaces:
+    """Where a step's tokens come from and where tokens are sampled, on the device."""
 
-    token_ids: torch.Tensor  # [tokens] int64, 0 where a token is fed back
-    attention: AttentionBatch
-    feedback_places: torch.Tensor | None  # int64, places of the tokens that are fed back
+    feedback_places: torch.Tensor | None  # int64, places of the tokens that are fed back; None when none is
     feedback_slots: torch.Tensor | None  # int64
     sample_places: torch.Tensor | None  # int64; None when all tokens sample or none does
     sample_slots: torch.Tensor | None  # int64; None when none does
@@ -158,7 +154,6 @@ class BatchBuilder:
             max_query_len=int(counts[num_decodes:].max(initial=0)),
             changes_table=bool(changes),
             feeds_back=bool(len(fed_back)),
-            feeds_back_all=len(fed_back) == num_tokens,
             sampling_rows=sampling,
             sampling_slots=slots[sampling],
             sampling_positions=ends[sampling],
@@ -263,7 +258,7 @@ class BatchBuilder:
         return found
 
 
-def step_tensors(layout: BatchLayout, tensors: Mapping[str, torch.Tensor], state: SlotState) -> StepTensors:
+def attention_batch(layout: BatchLayout, tensors: Mapping[str, torch.Tensor], state: SlotState) -> AttentionBatch:
     """The tensors of the arrays that `BatchBuilder.lay_out` added, put together for the model."""
     n, table, table_rows = layout.num_decodes, state.block_table, tensors["table_rows"]
     decode = DecodeRows(n, table, table_rows[:n], tensors["decode_lens"], layout.max_decode_len) if n else None
@@ -277,11 +272,14 @@ def step_tensors(layout: BatchLayout, tensors: Mapping[str, torch.Tensor], state
             layout.max_query_len,
             layout.max_prefill_len,
         )
+    return AttentionBatch(tensors["positions"], tensors["slot_mapping"], decode, prefill)
+
+
+def step_places(layout: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> StepPlaces:
+    """The same for what stands before and behind the model."""
     samples = len(layout.sampling_rows) > 0
-    return StepTensors(
-        token_ids=tensors["token_ids"],
-        attention=AttentionBatch(tensors["positions"], tensors["slot_mapping"], decode, prefill),
-        feedback_places=tensors["feedback_places"] if layout.feeds_back and not layout.feeds_back_all else None,
+    return StepPlaces(
+        feedback_places=tensors["feedback_places"] if layout.feeds_back else None,
         feedback_slots=tensors["feedback_slots"] if layout.feeds_back else None,
         sample_places=tensors["sample_places"] if samples and not layout.samples_all else None,
         sample_slots=tensors["sample_slots"] if samples else None,

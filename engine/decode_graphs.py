@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from .models.decoder import Decoder
 
 
 class DecodeGraphs:
-    """Called by the runner's one thread, `step_for` and `prepare_next` on the lane's stream or thread."""
+    """Called by the runner's one thread, `step_for` and `preparations` on the lane's stream or thread."""
 
     def __init__(
         self,
@@ -27,8 +27,10 @@ class DecodeGraphs:
         max_num_seqs: int,
         block_size: int,
         decodes_as_prefills: bool,
+        capture: GraphCapture | None,
         device: torch.device,
     ) -> None:
+        """Without `capture` steps run kernel by kernel, padded all the same (on CPU: tests)."""
         self._model = model
         self._caches = caches
         self._state = state
@@ -38,10 +40,7 @@ class DecodeGraphs:
         self._sizes = padded_sizes(max_num_seqs)
         self._buffers: dict[int, DecodeBuffers] = {}
         self._steps: dict[tuple[int, StepKind], Callable[[], DecodeOutputs]] = {}
-        self._capture = GraphCapture() if device.type == "cuda" else None
-        # The largest first: the smaller ones then fit into the pool's memory as it is.
-        kinds = [StepKind(draw) for draw in (Draw.GREEDY, Draw.PLAIN, Draw.FILTERED)]
-        self._to_prepare = itertools.product(kinds, reversed(self._sizes))
+        self._capture = capture
 
     def buffers_for(self, num_rows: int) -> DecodeBuffers:
         """Those of the smallest size that holds so many rows."""
@@ -69,14 +68,12 @@ class DecodeGraphs:
             self._steps[key] = step.run if self._capture is None else self._captured(self._capture, step, buffers)
         return self._steps[key]
 
-    @torch.inference_mode()
-    def prepare_next(self) -> bool:
-        """Capture one graph that is not there yet. False when all common ones are."""
-        for kind, size in self._to_prepare:
-            if (size, kind) not in self._steps:
-                self.step_for(self.buffers_for(size), kind)
-                return True
-        return False
+    def preparations(self, *draws: Draw) -> Iterator[None]:
+        """Captures one more graph each time it is asked, the largest first: the others fit into its memory."""
+        for draw, size in itertools.product(draws, reversed(self._sizes)):
+            if (size, StepKind(draw)) not in self._steps:
+                self.step_for(self.buffers_for(size), StepKind(draw))
+                yield
 
     def _captured(self, capture: GraphCapture, step: DecodeStep, buffers: DecodeBuffers) -> Callable[[], DecodeOutputs]:
         buffers.clear()

@@ -6,15 +6,18 @@ take the padded path of decode_step.py where that is switched on, as CUDA graphs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from manta.kernels.attention_shared_prefix import pays
 
-from .batch import BatchBuilder, BatchLayout, SharedBlocks, SlotState, StepTensors, step_tensors
+from .batch import BatchBuilder, BatchLayout, SharedBlocks, SlotState, StepPlaces, attention_batch, step_places
+from .cuda_graphs import GraphCapture
 from .decode_graphs import DecodeGraphs
 from .decode_step import Draw, StepKind
 from .lanes import StreamLane, WorkerLane
@@ -22,6 +25,7 @@ from .layers.attention import LayerCache
 from .logprobs import Logprobs, logprobs_in_chunks
 from .models.decoder import Decoder
 from .plan import StepHandle, StepPlan, StepResult
+from .prefill_graphs import PaddedStep, PrefillGraphs
 from .sampler import Sampled, Sampler, SamplingLayout, SlotSampling
 from .upload import upload
 
@@ -35,6 +39,8 @@ class RunnerOptions:
     block_size: int
     pads_decodes: bool = False
     """Steps of decodes alone take the padded path; on CUDA as graphs."""
+    max_padded_tokens: int = 0
+    """With `pads_decodes`: steps with prefills of up to so many tokens do, too. 0: none."""
     deterministic: bool = False
     """All queries take the prefill kernel, whose results depend on nothing but the sequence."""
 
@@ -71,17 +77,11 @@ class ModelRunner:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # weights and caches were written on another stream
         self._lane = StreamLane(device) if device.type == "cuda" else WorkerLane()
-        self._graphs = None
+        self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
+        self._preparations: Iterator[None] = iter(())
         if options.pads_decodes:
-            self._graphs = DecodeGraphs(
-                model,
-                caches,
-                self._state,
-                max_num_seqs=options.max_num_seqs,
-                block_size=options.block_size,
-                decodes_as_prefills=options.deterministic,
-                device=device,
-            )
+            self._pad(model, options)
         self._shares_prefixes = not options.deterministic
         self._shared_of: tuple[np.ndarray, SharedBlocks | None] | None = None
 
@@ -99,9 +99,10 @@ class ModelRunner:
         num_top = tuple(self._num_prompt_top[plan.rows[prompt.row].slot] for prompt in batch.prompt_rows)
         if batch.prompt_rows:
             arrays["prompt_targets"] = np.concatenate([prompt.targets for prompt in batch.prompt_rows])
+        padded = None if self._prefill_graphs is None else self._prefill_graphs.take(batch, arrays)
 
         def run() -> _Outcome:
-            return self._run(batch, sampling, arrays, num_top)
+            return self._run(batch, padded, sampling, arrays, num_top)
 
         def finish(outcome: _Outcome) -> StepResult:
             result = _sampled_result(outcome.sampled, batch.sampling_rows, sampling)
@@ -113,16 +114,40 @@ class ModelRunner:
 
     def prepare_more(self) -> bool:
         """Capture the next graph that steps may need."""
-        graphs = self._graphs
-        if graphs is None or self._device.type != "cuda":
-            return False
-        return self._lane.do(graphs.prepare_next)
+        return self._lane.do(self._prepare_next)
 
     def close(self) -> None:
         """Wait for what is in flight and release the device's memory."""
         self._lane.close()
-        self._graphs = None
+        self._graphs = self._prefill_graphs = None
+        self._preparations = iter(())
         self._caches = []
+
+    def _pad(self, model: Decoder, options: RunnerOptions) -> None:
+        capture = GraphCapture() if self._device.type == "cuda" else None
+        common: dict[str, Any] = {
+            "max_num_seqs": options.max_num_seqs,
+            "block_size": options.block_size,
+            "capture": capture,
+            "device": self._device,
+        }
+        self._graphs = graphs = DecodeGraphs(
+            model, self._caches, self._state, decodes_as_prefills=options.deterministic, **common
+        )
+        prefills: Iterator[None] = iter(())
+        if options.max_padded_tokens:
+            self._prefill_graphs = PrefillGraphs(
+                model, self._caches, self._state, max_num_tokens=options.max_padded_tokens, **common
+            )
+            prefills = self._prefill_graphs.preparations()
+        if capture is not None:
+            self._preparations = itertools.chain(
+                graphs.preparations(Draw.GREEDY), prefills, graphs.preparations(Draw.PLAIN, Draw.FILTERED)
+            )
+
+    @torch.inference_mode()
+    def _prepare_next(self) -> bool:
+        return next(self._preparations, self) is None
 
     def _launch_decodes(self, graphs: DecodeGraphs, plan: StepPlan) -> StepHandle:
         num_rows = len(plan.rows)
@@ -172,24 +197,31 @@ class ModelRunner:
     def _run(
         self,
         batch: BatchLayout,
+        padded: PaddedStep | None,
         sampling: SamplingLayout,
         arrays: Mapping[str, np.ndarray],
         num_top: tuple[int, ...],
     ) -> _Outcome:
-        """A step of any kind, on the lane's thread and stream."""
+        """A step of any kind, on the lane's thread and stream. With `padded`, what its graph reads is not in `arrays`."""
         tensors = upload(arrays, self._device)
         self._sampler.enter(sampling, tensors)
         if not batch.num_rows:
             return _Outcome(None)
         if batch.changes_table:
             self._state.enter_blocks(tensors["table_places"], tensors["table_block_ids"])
-        inputs = step_tensors(batch, tensors, self._state)
-        hidden = self._model.forward(self._token_ids(inputs), inputs.attention, self._caches)
+        places = step_places(batch, tensors)
+        if padded is None:
+            token_ids = self._fed_back(tensors["token_ids"], places)
+            hidden = self._model.forward(token_ids, attention_batch(batch, tensors, self._state), self._caches)
+        else:
+            padded.send()
+            self._fed_back(padded.token_ids, places)
+            hidden = padded.run()
         prompts = self._prompt_logprobs(hidden, batch, num_top, tensors)
-        if inputs.sample_slots is None:
+        if places.sample_slots is None:
             return _Outcome(None, prompts)
-        if inputs.sample_places is not None:
-            hidden = hidden.index_select(0, inputs.sample_places)
+        if places.sample_places is not None:
+            hidden = hidden.index_select(0, places.sample_places)
         return _Outcome(self._sample(self._model.logits(hidden), sampling, tensors), prompts)
 
     def _sample(self, logits: torch.Tensor, sampling: SamplingLayout, tensors: Mapping[str, torch.Tensor]) -> Sampled:
@@ -197,14 +229,13 @@ class ModelRunner:
         self._state.last_token_ids.index_copy_(0, tensors["sample_slots"], sampled.token_ids)
         return sampled
 
-    def _token_ids(self, inputs: StepTensors) -> torch.Tensor:
-        """The step's tokens, those that were sampled here filled in on the device."""
-        if inputs.feedback_slots is None:
-            return inputs.token_ids
-        fed_back = self._state.last_token_ids.index_select(0, inputs.feedback_slots)
-        if inputs.feedback_places is None:
-            return fed_back
-        return inputs.token_ids.index_copy_(0, inputs.feedback_places, fed_back)
+    def _fed_back(self, token_ids: torch.Tensor, places: StepPlaces) -> torch.Tensor:
+        """The step's tokens with those that were sampled here filled in, in place."""
+        if places.feedback_slots is None:
+            return token_ids
+        assert places.feedback_places is not None
+        fed_back = self._state.last_token_ids.index_select(0, places.feedback_slots)
+        return token_ids.index_copy_(0, places.feedback_places, fed_back)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, batch: BatchLayout, num_top: tuple[int, ...], tensors: Mapping[str, torch.Tensor]

@@ -39,7 +39,7 @@ def attention_prefill_reference(
     block_table = block_table if table_rows is None else block_table.index_select(0, table_rows)
     starts: list[int] = query_start.tolist()
     lengths: list[int] = seq_lens.tolist()
-    single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1]
+    single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1 and lengths[row]]
     if single:
         rows = torch.tensor(single, device=q.device)
         tokens = query_start[rows].long()
@@ -48,7 +48,7 @@ def attention_prefill_reference(
         )
     for row, length in enumerate(lengths):
         queries = slice(starts[row], starts[row + 1])
-        if queries.stop - queries.start > 1:
+        if queries.stop - queries.start > 1 and length:
             out[queries] = _attend_one(q[queries], key_cache, value_cache, block_table[row], length, scale)
     return out
 
@@ -124,8 +124,8 @@ def attention_prefill(
     query_start[s + 1]; they are its last tokens, so query i sits at position seq_len - query_len + i, and their own k
     and v are in the cache already. Caches [num_blocks, block_size, kv_heads, dim], contiguous; `block_table`
     [rows, max_blocks] int32, where sequence s has row table_rows[s] (int32), or s without `table_rows`; `query_start`
-    [seqs + 1] and `seq_lens` [seqs] int32. A sequence may have no query. Rows of `q` behind query_start[seqs] are
-    padding and their output stays as it was.
+    [seqs + 1] and `seq_lens` [seqs] int32. A sequence may have no query. Rows of `q` behind query_start[seqs], and
+    those of a sequence of length 0, are padding and their output stays as it was.
 
     With `deterministic`, a query's result is the same bit by bit whatever the chunk, the batch and its place in them.
     `plan` overrides the choice of kernel and tiles (measurements and tests).

@@ -149,9 +149,9 @@ def _attention_prefill_kernel(
     query_begin = tl.load(query_start_ptr + low)
     query_len = tl.load(query_start_ptr + low + 1) - query_begin
     first_query = (pid_tile - (query_begin // QUERIES + low)) * QUERIES
-    if first_query >= query_len:
-        return
     seq_len = tl.load(seq_lens_ptr + low)
+    if (first_query >= query_len) | (seq_len == 0):
+        return
     context = seq_len - query_len
 
     offs_m = tl.arange(0, BLOCK_M)

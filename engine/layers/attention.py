@@ -32,7 +32,8 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """The other sequences; `query_start` counts from their first token."""
+    """The other sequences; `query_start` counts from the step's token `first_token`, by default the one behind the
+    decodes. A sequence of length 0 has tokens that are not its own, and stays out."""
 
     block_table: torch.Tensor  # [slots, max_blocks] int32
     table_rows: torch.Tensor  # [rows] int32
@@ -40,6 +41,7 @@ class PrefillRows:
     query_start: torch.Tensor  # [rows + 1] int32
     max_query_len: int
     max_seq_len: int
+    first_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ class Attention:
             attended = self._prefill(q, prefill, cache, None)
         else:
             attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            first = decode.num_rows if prefill.first_token is None else prefill.first_token
             self._decode(q[: decode.num_rows], decode, cache, attended[: decode.num_rows])
-            self._prefill(q[decode.num_rows :], prefill, cache, attended[decode.num_rows :])
+            self._prefill(q[first:], prefill, cache, attended[first:])
         self.output.add_to(residual, attended.view(-1, self._width))
 
     def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:

@@ -54,13 +54,15 @@ def build(model: str | Path, **overrides: Any) -> BuiltRunner:
     return build_model_runner(config, source, load_shape(source))
 
 
-def padded(built: BuiltRunner, *, deterministic: bool = False) -> BuiltRunner:
-    """The same model and cache behind a runner whose decode steps take the padded path, as on CUDA."""
+def padded(built: BuiltRunner, *, deterministic: bool = False, max_padded_tokens: int = 0) -> BuiltRunner:
+    """The same model and cache behind a runner whose decode steps take the padded path, as on CUDA, and steps with
+    prefills of up to `max_padded_tokens`."""
     options = RunnerOptions(
         max_num_seqs=32,
         max_model_len=built.max_model_len,
         block_size=built.block_size,
         pads_decodes=True,
+        max_padded_tokens=max_padded_tokens,
         deterministic=deterministic,
     )
     runner = ModelRunner(built.runner._model, built.runner._caches, device=built.device, options=options)

@@ -57,8 +57,9 @@ class TestServedApi(ApiCases):
     num_dropped = 160
 
 
-def test_golden_tokens_through_ray_serve_streamed_and_not() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_golden_tokens_through_ray_serve_streamed_and_not(device: str) -> None:
     settings = ["dtype=float32", "max_model_len=256", "max_num_seqs=32", "cpu_cache_gib=0.5"]
-    with running(Served(*settings, target="smollm2-135m", device="cpu")) as server:
+    with running(Served(*settings, target="smollm2-135m", device=device)) as server:
         assert_golden_tokens(server)
         assert_golden_tokens_streamed(server)
