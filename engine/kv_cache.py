@@ -76,19 +76,28 @@ def blocks_in_host_memory(layout: CacheLayout, cpu_cache_gib: float) -> NumBlock
 
 
 def blocks_in_device_memory(
-    layout: CacheLayout, *, total_bytes: int, used_bytes: int, reserve_bytes: int, memory_fraction: float
+    layout: CacheLayout,
+    *,
+    total_bytes: int,
+    used_bytes: int,
+    reserve_bytes: int,
+    memory_fraction: float,
+    num_sharing: int = 1,
 ) -> NumBlocks:
     """As many as `memory_fraction` of the device holds beside what is in use and what steps need at their peak.
 
-    Raises ConfigError when that is not even two.
+    `num_sharing` ranks share the device, each with a cache and steps of its own. Raises ConfigError when that is
+    not even two blocks.
     """
     allowed = int(total_bytes * memory_fraction)
-    room = allowed - used_bytes - reserve_bytes
+    room = (allowed - used_bytes) // num_sharing - reserve_bytes
     count = room // layout.block_bytes
     shares = (
         f"{memory_fraction:.0%} of {total_bytes / GIB:.1f} GiB less {used_bytes / GIB:.1f} GiB in use (weights, "
         f"workspace, CUDA itself, other processes) and {reserve_bytes / GIB:.1f} GiB for a step's activations"
     )
+    if num_sharing > 1:
+        shares += f", shared by {num_sharing} ranks"
     if count < 2:
         raise ConfigError(
             f"cache.memory_fraction = {memory_fraction}: {shares} leave {room / GIB:.1f} GiB, too little for "

@@ -1,4 +1,7 @@
-"""From a configuration to a runner that is ready: device, weights, memory, cache, warm-up. Knows no requests."""
+"""From a configuration to a runner that is ready: device, weights, memory, cache, warm-up. Knows no requests.
+
+A rank of a gang builds its part in the same way: all of them go through the same steps and exchange what they must.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,9 +20,13 @@ from .compile_steps import compile_steps, sizes_with_own_kernels
 from .config import EngineConfig, max_num_seqs_of
 from .errors import ConfigError
 from .kv_cache import GIB, CacheLayout, NumBlocks, blocks_in_device_memory, blocks_in_host_memory, blocks_wanted
+from .layers.attention import LayerCache
 from .model_shape import ModelShape
 from .model_source import ModelSource
 from .models.decoder import Decoder
+from .parallel.groups import Groups
+from .parallel.layout import ShardLayout
+from .parallel.place import RankPlace
 from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up
 from .runner import ModelRunner, RunnerOptions
 from .weights.load import load_weights
@@ -27,6 +35,14 @@ RESERVE_MARGIN_BYTES = 512 << 20
 """Of a GPU, kept free beside the measured peak: the allocator's fragments and what libraries load late."""
 
 Report = Callable[[str, float], None]
+
+
+class MakeRunner(Protocol):
+    """Puts a rank's decoder and caches behind a runner; called by all ranks, in the same order."""
+
+    def __call__(
+        self, model: Decoder, caches: list[LayerCache], *, device: torch.device, options: RunnerOptions
+    ) -> ModelRunner: ...
 
 
 @dataclass(frozen=True)
@@ -48,14 +64,29 @@ class BuiltRunner:
 
 
 def build_model_runner(
-    config: EngineConfig, source: ModelSource, shape: ModelShape, *, report: Report = lambda name, seconds: None
+    config: EngineConfig,
+    source: ModelSource,
+    shape: ModelShape,
+    *,
+    place: RankPlace | None = None,
+    groups: Groups | None = None,
+    report: Report = lambda name, seconds: None,
+    make_runner: MakeRunner = ModelRunner,
 ) -> BuiltRunner:
     """Load the weights, size and allocate the cache, compile what steps need.
+
+    With `place` (None: the only rank) that rank's part: its slices, its layers' caches, as many blocks as the rank
+    with the least room has. All ranks call it with the same configuration; `groups` connects them. `make_runner`
+    makes the runner, also those that only measure; all ranks give them the same plans.
 
     `report` is told each phase's name and seconds: weights, compile (CUDA), profile (CUDA), kv_cache, warmup (CUDA).
     Raises ConfigError or CheckpointError with a sentence that says what to change.
     """
     phases = _Phases(report)
+    place = RankPlace(0) if place is None else place
+    assert place.world_size == 1 or groups is not None, "ranks of a gang need groups"
+    shard = ShardLayout.of(shape, place)
+    is_alone = place.world_size == 1
     device = choose_device(config.device)
     dtype_name = config.model.dtype if config.model.dtype != "auto" else shape.dtype
     if device.type == "cpu":
@@ -69,51 +100,68 @@ def build_model_runner(
     max_num_batched_tokens = config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 512)
     block_size = config.cache.block_size or (64 if device.type == "cuda" else 16)
     wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
-    layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype)
+    layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype, layout=shard)
     deterministic = config.execution.deterministic
-    has_graphs = device.type == "cuda" and config.execution.cuda_graphs
+    # What ranks exchange goes through the host or a library that is not captured: their steps run eagerly.
+    has_graphs = device.type == "cuda" and config.execution.cuda_graphs and is_alone
 
     if deterministic and device.type == "cuda" and dtype.itemsize == 2:
-        check_deterministic(shape, device)
+        check_deterministic(shape, device, shard)
     with _explained(f"the weights of {source.name} do not fit {device}", field="device"):
-        workspace = _decode_workspace(shape, max_num_seqs, device)
-        parameters = load_weights(source, shape, dtype=dtype, device=device, seed=config.model.seed)
+        workspace = _decode_workspace(shape, shard, max_num_seqs, device)
+        parameters = load_weights(source, shape, dtype=dtype, device=device, layout=shard, seed=config.model.seed)
         model = Decoder(
             shape,
             parameters,
             max_position=wanted_len + block_size,
             workspace=workspace,
             deterministic=deterministic,
+            layout=shard,
+            group=None if groups is None else groups.tensor,
         )
         del parameters
     phases.end("weights")
 
     ledger = {"weights": model.num_weight_bytes, "workspace": _workspace_bytes(model, workspace)}
     if device.type == "cuda":
-        compile_steps(
-            model,
-            layout,
-            max_num_seqs=max_num_seqs,
-            max_model_len=wanted_len,
-            max_num_tokens=max_num_batched_tokens,
-            decode_sizes=sizes_with_own_kernels(max_num_seqs),
-            deterministic=deterministic,
-            device=device,
-        )
+        if is_alone:  # compiling runs layers alone and out of order; ranks that share a layer cannot
+            compile_steps(
+                model,
+                layout,
+                max_num_seqs=max_num_seqs,
+                max_model_len=wanted_len,
+                max_num_tokens=max_num_batched_tokens,
+                decode_sizes=sizes_with_own_kernels(max_num_seqs),
+                deterministic=deterministic,
+                device=device,
+            )
         phases.end("compile")
         with _explained(
             f"a step of scheduler.max_num_batched_tokens = {max_num_batched_tokens} does not fit beside the weights",
             field="scheduler.max_num_batched_tokens",
         ):
             peak_bytes = measure_peak_bytes(
-                model, layout, max_num_seqs=max_num_seqs, max_num_tokens=max_num_batched_tokens, device=device
+                model,
+                layout,
+                max_num_seqs=max_num_seqs,
+                max_num_tokens=max_num_batched_tokens,
+                device=device,
+                make_runner=make_runner,
             )
             if has_graphs:
-                ledger["graphs"] = measure_graph_bytes(model, layout, max_num_seqs=max_num_seqs, device=device)
+                ledger["graphs"] = measure_graph_bytes(
+                    model,
+                    layout,
+                    max_num_seqs=max_num_seqs,
+                    max_padded_tokens=max_num_batched_tokens,
+                    device=device,
+                )
         ledger["reserve"] = peak_bytes + RESERVE_MARGIN_BYTES
         phases.end("profile")
     reserve_bytes = ledger.get("reserve", 0) + ledger.get("graphs", 0)
-    num_blocks = _num_blocks(config, layout, device, reserve_bytes=reserve_bytes)
+    num_blocks = _num_blocks(config, layout, device, reserve_bytes=reserve_bytes, groups=groups)
+    if groups is not None:
+        num_blocks = _agreed(num_blocks, groups)
     ledger["kv_cache"] = num_blocks.count * layout.block_bytes
     max_model_len = min(wanted_len, num_blocks.count * block_size)
     cache_gib = num_blocks.count * layout.block_bytes / GIB
@@ -128,9 +176,10 @@ def build_model_runner(
         max_model_len=max_model_len,
         block_size=block_size,
         pads_decodes=has_graphs,
+        max_padded_tokens=max_num_batched_tokens if has_graphs else 0,
         deterministic=deterministic,
     )
-    runner = ModelRunner(model, caches, device=device, options=options)
+    runner = make_runner(model, caches, device=device, options=options)
     if device.type == "cuda":
         warm_up(runner)
         phases.end("warmup")
@@ -150,18 +199,20 @@ def build_model_runner(
     )
 
 
-def check_deterministic(shape: ModelShape, device: torch.device) -> None:
-    """Raises ConfigError where the one kernel of the deterministic mode's linear layers does not take the model."""
+def check_deterministic(shape: ModelShape, device: torch.device, shard: ShardLayout | None = None) -> None:
+    """Raises ConfigError where the one kernel of the deterministic mode's linear layers does not take the model (or a
+    rank's part of it)."""
+    shard = ShardLayout.whole(shape) if shard is None else shard
     field = "execution.deterministic"
     if capability(device) < 90:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"{field} = True: needs a GPU of compute capability 9.0 or higher, not {name}", field=field)
     sizes = {
         "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "num_heads * head_dim": shape.num_heads * shape.head_dim,
-        "num_kv_heads * head_dim": shape.num_kv_heads * shape.head_dim,
+        "intermediate_size": len(shard.intermediate),
+        "vocab_size": len(shard.vocab),
+        "num_heads * head_dim": len(shard.heads) * shape.head_dim,
+        "num_kv_heads * head_dim": len(shard.kv_heads) * shape.head_dim,
     }
     odd = [f"{name} = {size}" for name, size in sizes.items() if size % 16]
     if odd:
@@ -194,13 +245,15 @@ class _Phases:
         self._since_s = now_s
 
 
-def _decode_workspace(shape: ModelShape, max_num_seqs: int, device: torch.device) -> DecodeWorkspace | None:
+def _decode_workspace(
+    shape: ModelShape, shard: ShardLayout, max_num_seqs: int, device: torch.device
+) -> DecodeWorkspace | None:
     if device.type != "cuda":
         return None
     return DecodeWorkspace.allocate(
         max_num_seqs=max_num_seqs,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
+        num_heads=len(shard.heads),
+        num_kv_heads=len(shard.kv_heads),
         head_dim=shape.head_dim,
         device=device,
     )
@@ -211,12 +264,16 @@ def _workspace_bytes(model: Decoder, workspace: DecodeWorkspace | None) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device, *, reserve_bytes: int) -> NumBlocks:
+def _num_blocks(
+    config: EngineConfig, layout: CacheLayout, device: torch.device, *, reserve_bytes: int, groups: Groups | None
+) -> NumBlocks:
     if config.cache.num_blocks is not None:
         return blocks_wanted(config.cache.num_blocks)
     if device.type == "cpu":
         return blocks_in_host_memory(layout, config.cache.cpu_cache_gib)
     torch.cuda.empty_cache()
+    if groups is not None and groups.everyone is not None:
+        groups.everyone.barrier()  # ranks that share the device have their weights by then
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return blocks_in_device_memory(
         layout,
@@ -224,7 +281,16 @@ def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device,
         used_bytes=total_bytes - free_bytes,
         reserve_bytes=reserve_bytes,
         memory_fraction=config.cache.memory_fraction,
+        num_sharing=1 if groups is None else groups.num_on_device,
     )
+
+
+def _agreed(own: NumBlocks, groups: Groups) -> NumBlocks:
+    """The same for all ranks: a block is a piece of every rank's cache."""
+    (count,) = groups.smallest([own.count])
+    if count == own.count:
+        return own
+    return NumBlocks(count, f"{count} blocks, as many as the rank with the least room holds (here {own.reason})")
 
 
 @contextmanager

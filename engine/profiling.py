@@ -5,6 +5,7 @@ Knows no configuration and no scheduler: plans are written out here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -15,22 +16,29 @@ from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind
 from .kv_cache import CacheLayout
 from .models.decoder import Decoder
 from .plan import NewSequence, Row, StepPlan
+from .prefill_graphs import PrefillGraphs
 from .request import MAX_LOGPROBS, SamplingParams
 from .runner import ModelRunner, RunnerOptions
 
 
 def measure_peak_bytes(
-    model: Decoder, layout: CacheLayout, *, max_num_seqs: int, max_num_tokens: int, device: torch.device
+    model: Decoder,
+    layout: CacheLayout,
+    *,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    device: torch.device,
+    make_runner: Callable[..., ModelRunner] = ModelRunner,
 ) -> int:
     """Bytes that the largest step allocates at its peak, with the features of sampling that copy logits in fp32.
 
     `max_num_tokens` tokens of as many sequences as may run, each of which samples. The cache is one block, which all
-    sequences overwrite: that changes no size.
+    sequences overwrite: that changes no size. Ranks of a gang measure together.
     """
     num_seqs = min(max_num_seqs, max_num_tokens)
     lengths = [len(part) for part in np.array_split(np.arange(max_num_tokens), num_seqs)]
     options = RunnerOptions(max_num_seqs=num_seqs, max_model_len=lengths[0], block_size=layout.block_size)
-    runner = ModelRunner(model, layout.allocate(1, device), device=device, options=options)
+    runner = make_runner(model, layout.allocate(1, device), device=device, options=options)
     # Greedy: what a draw needs is little beside those copies, and its kernels for fp32 would have to be compiled.
     params = SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
     blocks = [0] * -(-lengths[0] // layout.block_size)
@@ -50,26 +58,44 @@ def measure_peak_bytes(
 
 
 @torch.inference_mode()
-def measure_graph_bytes(model: Decoder, layout: CacheLayout, *, max_num_seqs: int, device: torch.device) -> int:
-    """Bytes that the largest captured decode step holds for good: its activations, logits and what its draw needs."""
+def measure_graph_bytes(
+    model: Decoder, layout: CacheLayout, *, max_num_seqs: int, max_padded_tokens: int, device: torch.device
+) -> int:
+    """Bytes that captured steps hold for good: activations of the largest decode step, its logits and what its draw
+    needs, and activations of the largest step with prefills."""
     state = SlotState.allocate(
         max_num_seqs=max_num_seqs, max_model_len=layout.block_size, block_size=layout.block_size, device=device
     )
+    caches = layout.allocate(1, device)
     buffers = DecodeBuffers(max_num_seqs, no_slot=max_num_seqs, device=device)
     buffers.clear()
     step = DecodeStep(
         StepKind(Draw.FILTERED),
         buffers,
         model=model,
-        caches=layout.allocate(1, device),
+        caches=caches,
         state=state,
         block_size=layout.block_size,
         decodes_as_prefills=False,
     )
+    prefills = PrefillGraphs(
+        model,
+        caches,
+        state,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_padded_tokens,
+        block_size=layout.block_size,
+        capture=None,
+        device=device,
+    )
+    return sum(_held_bytes(run, device) for run in (step.run, prefills.run_largest))
+
+
+def _held_bytes(run: Callable[[], object], device: torch.device) -> int:
     torch.cuda.synchronize(device)
     before_bytes = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    step.run()
+    run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before_bytes
 

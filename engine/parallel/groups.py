@@ -123,6 +123,8 @@ class Groups:
     tensor: TensorGroup | None
     stages: StageLinks | None
     everyone: HostGroup | None
+    num_on_device: int = 1
+    """Ranks on this rank's GPU, itself among them."""
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         """The minimum over all ranks of each of `values`."""
@@ -146,7 +148,8 @@ def join_groups(
     if place.world_size == 1:
         return Groups(place, backend or "gloo", None, None, None)
     store = PrefixStore("manta/groups", store)
-    chosen = _choose_backend(place, store, device, backend)
+    devices = _devices(place, store, device)
+    chosen = _choose_backend(devices, device, backend)
 
     def joined(name: str, ranks: Sequence[int], kind: Backend, on: torch.device) -> Exchange:
         part = PrefixStore(f"{name}/{ranks[0]}", store)
@@ -160,7 +163,7 @@ def join_groups(
     if place.pp_size > 1:
         column = range(place.tp_rank, place.world_size, place.tp_size)
         stages = StageLinks(place, joined("stages", column, chosen, device))
-    return Groups(place, chosen, tensor, stages, everyone)
+    return Groups(place, chosen, tensor, stages, everyone, num_on_device=devices.count(devices[place.rank]))
 
 
 class Exchange:
@@ -231,15 +234,19 @@ class Exchange:
             x.copy_(held)
 
 
-def _choose_backend(place: RankPlace, store: Store, device: torch.device, asked: Backend | None) -> Backend:
-    """NCCL where every rank has a GPU of its own. All ranks come to the same answer."""
-    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"host {place.rank}"
+def _devices(place: RankPlace, store: Store, device: torch.device) -> list[str]:
+    """What tells the ranks' devices apart, by rank."""
+    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"host of {place.rank}"
     store.set(f"device/{place.rank}", own)
-    devices = [store.get(f"device/{rank}").decode() for rank in range(place.world_size)]
-    can_nccl = len(set(devices)) == len(devices) and not any(name.startswith("host ") for name in devices)
+    return [store.get(f"device/{rank}").decode() for rank in range(place.world_size)]
+
+
+def _choose_backend(devices: Sequence[str], device: torch.device, asked: Backend | None) -> Backend:
+    """NCCL where every rank has a GPU of its own. All ranks come to the same answer."""
+    can_nccl = device.type == "cuda" and len(set(devices)) == len(devices)
     if asked == "nccl" and not can_nccl:
         raise ConfigError(
-            f"backend = 'nccl': needs a CUDA GPU of its own for each of {place.world_size} ranks, but they have "
+            f"backend = 'nccl': needs a CUDA GPU of its own for each of {len(devices)} ranks, which have "
             f"{', '.join(sorted(set(devices)))}; use gloo",
             field="parallel.backend",
         )

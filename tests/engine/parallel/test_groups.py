@@ -104,6 +104,6 @@ def test_a_rank_alone_has_no_groups():
 
 def test_nccl_without_gpus_is_refused():
     store = HashStore()
-    store.set("manta/groups/device/1", "host 1")
+    store.set("manta/groups/device/1", "host of 1")
     with pytest.raises(ConfigError, match="needs a CUDA GPU of its own for each of 2 ranks"):
         join_groups(RankPlace(0, 2), store, device=CPU, backend="nccl")

@@ -1,0 +1,40 @@
+"""Models split over ranks give one rank's greedy tokens and log-probabilities, whatever their counts of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.parallel.shards import generate, random_shape
+
+PROMPTS = [[5, 6, 7] * 9, [1, 2] * 40]
+BIASES = {"attention_bias": True, "output_bias": True}
+GRID: list[dict[str, Any]] = [
+    {"q": 8, "kv": 8, "tp": 2},
+    {"q": 8, "kv": 2, "tp": 4},
+    {"q": 8, "kv": 1, "tp": 4},
+    {"q": 8, "kv": 2, "tp": 2, **BIASES},
+    {"q": 8, "kv": 2, "tp": 3, "mlp_bias": True, "intermediate_size": 100, **BIASES},
+    {"q": 8, "kv": 4, "pp": 2, "num_layers": 5},
+    {"q": 8, "kv": 4, "pp": 2, "tie_word_embeddings": True},
+    {"q": 8, "kv": 4, "pp": 3},
+    {"q": 8, "kv": 4, "tp": 2, "vocab_size": 1003},
+    {"q": 8, "kv": 4, "tp": 2, "pp": 2, "vocab_size": 1003, "tie_word_embeddings": True, **BIASES},
+    {"q": 6, "kv": 2, "tp": 4},
+    {"q": 9, "kv": 3, "tp": 2},
+    {"q": 9, "kv": 3, "tp": 6, "tie_word_embeddings": True},
+]
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()))
+def test_a_gang_gives_the_tokens_of_one_rank(case: dict[str, Any]):
+    sizes = dict(case)
+    tp_size, pp_size = sizes.pop("tp", 1), sizes.pop("pp", 1)
+    shape = random_shape(**sizes)
+    alone = generate(shape, PROMPTS, 16)
+    gang = generate(shape, PROMPTS, 16, tp_size=tp_size, pp_size=pp_size)
+    assert gang.token_ids == alone.token_ids
+    torch.testing.assert_close(gang.logprobs, alone.logprobs, rtol=0, atol=1e-4)
+    assert alone.logprobs.std() > 0.2  # random, but not flat
