@@ -32,6 +32,14 @@ class ServingConfig(Section):
     )
     port: int = Field(default=8000, ge=1, le=65535)
     num_replicas: int = Field(default=1, ge=1, description="engine replicas")
+    gpus_per_rank: float = Field(
+        default=1.0, gt=0, le=1, description="of each rank of a replica on GPUs; below 1, ranks share a GPU (slowly)"
+    )
+    node_labels: dict[str, str] = Field(
+        default={},
+        description="engines run on nodes with these labels only, in Ray's notation: manta/gpu: NVIDIA-H200, "
+        "zone: in(a,b), pool: '!edge'",
+    )
     num_edges: int = Field(
         default=1, ge=1, description="processes that speak HTTP, tokenize and own the clients' streams"
     )
