@@ -235,7 +235,7 @@ def process(folder: Path) -> Iterator[Process]:
 async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped(
     folder: Path, process: Process
 ) -> None:
-    """Streams, each a token further than the next one, freeze at the same moment."""
+    """A stream begins at each token of the first one; all freeze at the same moment, at different tokens."""
     async with edge_over(folder, 1) as edge:
         fields = await with_a_stop_string(edge)
         expected = await edge.answer(edge.job(**fields))
@@ -244,21 +244,24 @@ async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped
         progress = [0] * NUM_TOKENS
         frozen_at: list[int] = []
 
-        def follow(stream: int) -> Callable[[int], None]:
+        running: list[asyncio.Task[list[Any]]] = []
+
+        def begin() -> None:
+            stream = len(running)
+
             def after(num_tokens: int) -> None:
                 progress[stream] = num_tokens
-                if num_tokens == NUM_TOKENS - 2 and not frozen_at:
+                if frozen_at or stream:
+                    return
+                if num_tokens < NUM_TOKENS - 2:
+                    begin()
+                else:
                     process.process.send_signal(signal.SIGSTOP)
                     frozen_at.extend(progress)
 
-            return after
+            running.append(asyncio.create_task(edge.answer(edge.job(**fields), after=after)))
 
-        async def run(stream: int) -> list[Any]:
-            if stream:
-                await become_true(lambda: progress[0] >= stream)
-            return await edge.answer(edge.job(**fields), after=follow(stream))
-
-        running = [asyncio.create_task(run(stream)) for stream in range(NUM_TOKENS - 2)]
+        begin()
         await become_true(lambda: bool(frozen_at), within_s=20)
         start_s = asyncio.get_running_loop().time()
         edge.fleet.router.set_members(["process", edge.start(folder)])
@@ -266,4 +269,4 @@ async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped
         assert asyncio.get_running_loop().time() - start_s < 5.0
         for stream, events in enumerate(await asyncio.gather(*running)):
             assert events == expected, (stream, frozen_at[stream])
-        assert len(set(frozen_at)) >= 30
+        assert len(set(frozen_at)) >= 20
