@@ -1,12 +1,14 @@
 """The step loop: schedule, launch, collect, update, one step ahead of the device. Knows no model and no transport.
 
-While the device runs step n, the host plans step n + 1; results are looked at one step later. One thread owns a core.
+While the device runs step n, the host plans step n + 1; results are looked at one step later. A pipeline of several
+devices holds as many steps at once as it has stages. One thread owns a core.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,14 +39,15 @@ class EngineCore:
         self.scheduler = scheduler
         self.on_step: Callable[[StepStats], None] | None = None
         self._runner = runner
-        self._in_flight: _InFlight | None = None
+        self._in_flight: deque[_InFlight] = deque()
+        self._most_in_flight = max(2, scheduler.limits.num_micro_batches)
         self._num_steps = 0
         self._last_step_s = 0.0
         self._device_free_at_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self._in_flight is not None or self.scheduler.has_unfinished
+        return bool(self._in_flight) or self.scheduler.has_unfinished
 
     def add(self, request: EngineRequest) -> Refusal | None:
         """Queue a request, or say why it is not taken. Without a seed it gets a random one."""
@@ -57,14 +60,19 @@ class EngineCore:
         return self.scheduler.cancel(request_id)
 
     def step(self) -> list[RequestDelta]:
-        """Launch the next step and collect the one before. Returns the collected step's news, possibly none.
+        """Launch the next step and collect the oldest, unless more may be in flight. Returns the collected step's news,
+        possibly none.
 
         Raises what the runner raises; the core cannot be used after that.
         """
         launched = self._launch()
-        collected, self._in_flight = self._in_flight, launched
-        if collected is None:
+        if launched is not None:
+            self._in_flight.append(launched)
+            if len(self._in_flight) < self._most_in_flight:
+                return []
+        elif not self._in_flight:
             return []
+        collected = self._in_flight.popleft()
         before_s = time.monotonic()
         result = collected.handle.result()
         after_s = time.monotonic()
@@ -106,9 +114,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for what is in flight and release the device."""
-        if self._in_flight is not None:
-            self._in_flight.handle.result()
-            self._in_flight = None
+        while self._in_flight:
+            self._in_flight.popleft().handle.result()
         self._runner.close()
 
     def _launch(self) -> _InFlight | None:

@@ -2,7 +2,9 @@
 
 Knows tokens, blocks and slots as numbers; no torch, no clock, no model. It may run one step ahead of the device:
 `schedule` is called while the previous step is in flight, and a token that is sampled but not yet known counts as
-present (`num_in_flight`). `update` brings the results in, one step later.
+present (`num_in_flight`). `update` brings the results in, one step later. With micro-batches, several steps are in
+flight in the stages of a pipeline; then a sequence waits for its sampled token before it enters another step, and every
+step takes its share of the budget and of the decodes, so that no stage runs empty.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class SchedulerLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
+    num_micro_batches: int = 1
+    """Steps in flight that share `max_num_batched_tokens` and no sampled token; 1: one step ahead of the device."""
 
 
 @dataclass(eq=False)
@@ -147,11 +151,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now."""
-        step = _Step(self.limits.max_num_batched_tokens)
+        step = _Step(-(-self.limits.max_num_batched_tokens // self.limits.num_micro_batches))
+        most_decodes = self._most_decodes()
         prefills = []
         for sequence in list(self._running):  # decodes first: running streams never wait for prefills
             if not sequence.is_decoding:
                 prefills.append(sequence)
+            elif most_decodes is not None and (sequence.num_in_flight or len(step.rows) == most_decodes):
+                continue  # in another micro-batch, or left to the next one
             elif sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
                 self._schedule_decode(step, sequence)
         if self._budget is not None and step.rows:
@@ -241,6 +248,12 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
         self._num_waiting += 1
+
+    def _most_decodes(self) -> int | None:
+        """A micro-batch's share of the decodes; None where steps are no micro-batches."""
+        if self.limits.num_micro_batches == 1:
+            return None
+        return -(-sum(sequence.is_decoding for sequence in self._running) // self.limits.num_micro_batches)
 
     def _schedule_decode(self, step: _Step, sequence: Sequence) -> None:
         if not step.budget:

@@ -27,6 +27,7 @@ def make_scheduler(
     max_num_waiting: int = 100,
     eos: tuple[int, ...] = (),
     prefix_caching: bool = True,
+    micro_batches: int = 1,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
@@ -36,6 +37,7 @@ def make_scheduler(
         vocab_size=1000,
         eos_token_ids=eos,
         enable_prefix_caching=prefix_caching,
+        num_micro_batches=micro_batches,
     )
     return Scheduler(limits, PrefixCache(num_blocks), BlockHasher(block_size, domain="test"))
 

@@ -46,6 +46,8 @@ ALONE = {r.request_id: run(make_core(), r)[r.request_id] for r in requests()}
         {"block_size": 16},
         {"prefix_caching": False},
         {"max_num_seqs": 1},
+        {"micro_batches": 2},
+        {"micro_batches": 3, "budget": 8},
     ],
     ids=str,
 )
@@ -55,8 +57,9 @@ def test_tokens_do_not_depend_on_neighbours_chunks_or_blocks(sizes: dict[str, An
     assert_nothing_is_held(core)
 
 
-def test_tokens_do_not_depend_on_preemption():
-    core = make_core(num_blocks=12, max_model_len=40)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_tokens_do_not_depend_on_preemption(micro_batches: int):
+    core = make_core(num_blocks=12, max_model_len=40, micro_batches=micro_batches)
     assert run(core, *requests()) == ALONE
     assert core.snapshot().num_preemptions > 0
     assert_nothing_is_held(core)
@@ -144,6 +147,7 @@ def test_a_random_walk_of_requests_loses_and_leaks_nothing(seed: int):
         max_model_len=40,
         max_num_waiting=12,
         prefix_caching=rng.random() < 0.8,
+        micro_batches=1 + seed % 3,
     )
     expected: dict[str, int] = {}
     received: dict[str, int] = {}
