@@ -87,7 +87,7 @@ class Runner(Protocol):
     """Runs plans in order on a device."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step and return at once; as many are in flight as a pipeline has stages, at most; without one, two."""
+        """Start a step and return at once. At most two are in flight, or as many as a pipeline has stages."""
         ...
 
     def prepare_more(self) -> bool:
