@@ -202,7 +202,7 @@ class ModelRunner:
         arrays: Mapping[str, np.ndarray],
         num_top: tuple[int, ...],
     ) -> _Outcome:
-        """A step of any kind, on the lane's thread and stream. With `padded`, what its graph reads is not in `arrays`."""
+        """A step of any kind, on the lane's thread and stream. What the graph of `padded` reads is not in `arrays`."""
         tensors = upload(arrays, self._device)
         self._sampler.enter(sampling, tensors)
         if not batch.num_rows:
