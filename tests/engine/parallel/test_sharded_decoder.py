@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from manta.engine.config import ModelConfig
+from manta.engine.model_source import load_shape, resolve_model
 from tests.engine.parallel.shards import generate, random_shape
 
+GOLDEN = json.loads((Path(__file__).parents[2] / "data/golden/smollm2_135m_q4_1.json").read_text())["prompts"][:8]
 PROMPTS = [[5, 6, 7] * 9, [1, 2] * 40]
 BIASES = {"attention_bias": True, "output_bias": True}
 GRID: list[dict[str, Any]] = [
@@ -38,3 +43,19 @@ def test_a_gang_gives_the_tokens_of_one_rank(case: dict[str, Any]):
     assert gang.token_ids == alone.token_ids
     torch.testing.assert_close(gang.logprobs, alone.logprobs, rtol=0, atol=1e-4)
     assert alone.logprobs.std() > 0.2  # random, but not flat
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (3, 1), (1, 3)])
+def test_the_demo_model_gives_the_golden_tokens_over_ranks(tp_size: int, pp_size: int):
+    """Nine query heads and three KV heads: two ranks have six and three of them."""
+    source = resolve_model(ModelConfig(model="smollm2-135m"))
+    prompts = [golden["prompt_ids"] for golden in GOLDEN]
+    found = generate(
+        load_shape(source), prompts, 24, tp_size=tp_size, pp_size=pp_size, source=source, cpu_cache_gib=0.3
+    )
+    for golden, tokens, logprobs in zip(GOLDEN, found.token_ids, found.logprobs, strict=True):
+        expected = golden["continuation_ids"][:24]
+        assert tokens[: len(expected)] == expected
+        best = [logit - golden["first_step_logsumexp"] for _, logit in golden["first_step_top5"]]
+        assert logprobs[0, 1:].tolist() == pytest.approx(best, abs=2e-3)
