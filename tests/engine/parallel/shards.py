@@ -10,16 +10,37 @@ from typing import Any
 import torch
 
 from manta.engine.config import EngineConfig
-from manta.engine.layers.attention import AttentionBatch, DecodeRows, PrefillRows
+from manta.engine.layers.attention import AttentionBatch, DecodeRows, LayerCache, PrefillRows
 from manta.engine.logprobs import logprobs_of
 from manta.engine.model_runner import BuiltRunner, build_model_runner
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource
+from manta.engine.models.decoder import Decoder
 from manta.engine.parallel.groups import Groups
 from manta.engine.parallel.place import RankPlace
+from manta.engine.plan import StepPlan, StepResult
+from manta.engine.runner import RunnerOptions
 from tests.engine.parallel.ranks import on_ranks
 
 CPU = torch.device("cpu")
+
+
+class Parts:
+    """Stands for a runner: keeps a rank's decoder and caches, and runs no plan."""
+
+    def __init__(
+        self, model: Decoder, caches: list[LayerCache], *, device: torch.device, options: RunnerOptions
+    ) -> None:
+        self.model, self.caches, self.options = model, caches, options
+
+    def launch(self, plan: StepPlan) -> Parts:
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult([])
+
+    def close(self) -> None:
+        self.caches = []
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,7 @@ def build_shard(
     defaults = {"device": "cpu", "dtype": "float32", "cpu_cache_gib": 0.02, "max_num_seqs": 8}
     config = EngineConfig.build("random", **{**defaults, **overrides})
     source = source or ModelSource("random", "dummy", Path(), None)
-    return build_model_runner(config, source, shape, place=place, groups=groups)
+    return build_model_runner(config, source, shape, place=place, groups=groups, make_runner=Parts)
 
 
 def generate(
@@ -70,7 +91,7 @@ def generate(
     """Greedy tokens, the same on every rank of the gang."""
 
     def work(place: RankPlace, groups: Groups) -> Generated:
-        built = build_shard(shape, place, groups, source, **overrides)
+        built = build_shard(shape, place, groups, source, **{"device": str(device), **overrides})
         try:
             return _Stepper(built, groups, device).generate(prompts, num_tokens)
         finally:
@@ -87,7 +108,7 @@ class _Stepper:
     """One rank's steps: a stage takes the residual of the one before, the last one's tokens are told to all."""
 
     def __init__(self, built: BuiltRunner, groups: Groups, device: torch.device) -> None:
-        self._model, self._caches = built.runner._model, built.runner._caches
+        self._model, self._caches = built.runner.model, built.runner.caches
         self._groups, self._place = groups, groups.place
         self._block_size = built.block_size
         self._device = device
