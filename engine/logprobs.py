@@ -51,11 +51,20 @@ def logprobs_in_chunks(
     vocab_size: int,
 ) -> Logprobs:
     """As `logprobs_of`, from `hidden` [rows, hidden], without ever holding the logits of all rows."""
-    size = max(_CHUNK_ELEMENTS // vocab_size, 1)
-    parts = [
-        logprobs_of(head(hidden[first : first + size]), token_ids[first : first + size], num_top)
-        for first in range(0, hidden.shape[0], size)
-    ]
+    size = _chunk_rows(vocab_size)
+    chunks = zip(hidden.split(size), token_ids.split(size), strict=True)
+    parts = [logprobs_of(head(rows), targets, num_top) for rows, targets in chunks]
     if len(parts) == 1:
         return parts[0]
     return Logprobs(*(torch.cat(tensors) for tensors in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def project_in_chunks(hidden: torch.Tensor, *, head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
+    """For a rank that shares `head` with one that calls `logprobs_in_chunks`: the same calls, so that the other has
+    the logits."""
+    for rows in hidden.split(_chunk_rows(vocab_size)):
+        head(rows)
+
+
+def _chunk_rows(vocab_size: int) -> int:
+    return max(_CHUNK_ELEMENTS // vocab_size, 1)

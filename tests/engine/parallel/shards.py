@@ -11,7 +11,7 @@ import torch
 
 from manta.engine.config import EngineConfig
 from manta.engine.layers.attention import AttentionBatch, DecodeRows, LayerCache, PrefillRows
-from manta.engine.logprobs import logprobs_of
+from manta.engine.logprobs import logprobs_in_chunks, logprobs_of, project_in_chunks
 from manta.engine.model_runner import BuiltRunner, build_model_runner
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource
@@ -104,6 +104,15 @@ def generate(
     return first
 
 
+def prompt_logprobs(shape: ModelShape, prompt: list[int], *, tp_size: int = 1, pp_size: int = 1) -> torch.Tensor:
+    """Of each token of the prompt but the first, [tokens - 1], as the rank that samples has them."""
+
+    def work(place: RankPlace, groups: Groups) -> torch.Tensor:
+        return _Stepper(build_shard(shape, place, groups), groups, CPU).prompt_logprobs(prompt)
+
+    return on_ranks(work, tp_size=tp_size, pp_size=pp_size)[(pp_size - 1) * tp_size]
+
+
 class _Stepper:
     """One rank's steps: a stage takes the residual of the one before, the last one's tokens are told to all."""
 
@@ -139,8 +148,23 @@ class _Stepper:
             entries.append(logprobs)
         return Generated(torch.stack(tokens, dim=1).tolist(), torch.stack(entries, dim=1))
 
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompt: list[int]) -> torch.Tensor:
+        table = torch.arange(-(-len(prompt) // self._block_size), dtype=torch.int32)[None]
+        residual = self._forward(torch.tensor(prompt), self._whole_prompt(len(prompt), table))
+        if not self._place.is_last_stage:
+            return torch.empty(0)
+        chunks: dict[str, Any] = {"head": self._model.logits, "vocab_size": self._model.shape.vocab_size}
+        if not self._place.samples:
+            project_in_chunks(residual[:-1], **chunks)
+            return torch.empty(0)
+        return logprobs_in_chunks(residual[:-1], torch.tensor(prompt[1:]), 0, **chunks).chosen
+
     def _prefill(self, prompt: list[int], table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         length = len(prompt)
+        return self._step(torch.tensor(prompt), self._whole_prompt(length, table), torch.tensor([length - 1]))
+
+    def _whole_prompt(self, length: int, table: torch.Tensor) -> AttentionBatch:
         positions = torch.arange(length)
         slots = table[0, positions // self._block_size].long() * self._block_size + positions % self._block_size
         prefill = PrefillRows(
@@ -151,33 +175,39 @@ class _Stepper:
             max_query_len=length,
             max_seq_len=length,
         )
-        batch = AttentionBatch(self._put(positions), self._put(slots), None, prefill)
-        return self._step(torch.tensor(prompt), batch, torch.tensor([length - 1]))
+        return AttentionBatch(self._put(positions), self._put(slots), None, prefill)
 
     def _step(
         self, token_ids: torch.Tensor, batch: AttentionBatch, sampling_rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        model, stages, everyone = self._model, self._groups.stages, self._groups.everyone
-        inputs = self._put(token_ids)
-        if not self._place.is_first_stage:
-            assert stages is not None
-            hidden_size = model.shape.hidden_size
-            inputs = stages.receive(len(token_ids), hidden_size, dtype=model.dtype, device=self._device)
-        residual = model.forward(inputs, batch, self._caches)
+        residual = self._forward(token_ids, batch)
         found = torch.zeros(len(sampling_rows), 7, dtype=torch.float64)
-        if not self._place.is_last_stage:
-            assert stages is not None
-            stages.send(residual)
-        else:
-            logits = model.logits(residual[self._put(sampling_rows)])
+        if self._place.is_last_stage:
+            logits = self._model.logits(residual[self._put(sampling_rows)])
             if self._place.samples:
-                assert logits.shape == (len(sampling_rows), model.shape.vocab_size)
+                assert logits.shape == (len(sampling_rows), self._model.shape.vocab_size)
                 chosen = logits.argmax(-1)
                 best = logprobs_of(logits, chosen, 5)
                 found = torch.cat([chosen[:, None].double(), best.chosen[:, None].double(), best.top.double()], 1).cpu()
+        everyone = self._groups.everyone
         if everyone is not None:
             everyone.broadcast_(found, source=self._place.sampling_rank)
         return found[:, 0].long(), found[:, 1:]
+
+    def _forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """The residual behind this stage, which is sent on to the next."""
+        model, stages = self._model, self._groups.stages
+        if self._place.is_first_stage:
+            inputs = self._put(token_ids)
+        else:
+            assert stages is not None
+            size = model.shape.hidden_size
+            inputs = stages.receive(len(token_ids), size, dtype=model.dtype, device=self._device)
+        residual = model.forward(inputs, batch, self._caches)
+        if not self._place.is_last_stage:
+            assert stages is not None
+            stages.send(residual)
+        return residual
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)

@@ -11,7 +11,7 @@ import torch
 
 from manta.engine.config import ModelConfig
 from manta.engine.model_source import load_shape, resolve_model
-from tests.engine.parallel.shards import generate, random_shape
+from tests.engine.parallel.shards import generate, prompt_logprobs, random_shape
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data/golden/smollm2_135m_q4_1.json").read_text())["prompts"][:8]
 PROMPTS = [[5, 6, 7] * 9, [1, 2] * 40]
@@ -43,6 +43,18 @@ def test_a_gang_gives_the_tokens_of_one_rank(case: dict[str, Any]):
     assert gang.token_ids == alone.token_ids
     torch.testing.assert_close(gang.logprobs, alone.logprobs, rtol=0, atol=1e-4)
     assert alone.logprobs.std() > 0.2  # random, but not flat
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (3, 2)])
+def test_log_probabilities_of_prompts_are_those_of_one_rank(
+    tp_size: int, pp_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    shape = random_shape(q=8, kv=2, vocab_size=1003)
+    monkeypatch.setattr("manta.engine.logprobs._CHUNK_ELEMENTS", 10 * 1003)  # all ranks come to the same chunks
+    alone = prompt_logprobs(shape, PROMPTS[0])
+    found = prompt_logprobs(shape, PROMPTS[0], tp_size=tp_size, pp_size=pp_size)
+    assert alone.shape == (len(PROMPTS[0]) - 1,)
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.model
