@@ -15,11 +15,11 @@ from .errors import CheckpointError
 from .gguf_file import GgufHeader
 from .model_shape import ModelShape, RopeScaling, RopeType
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 """Of config.json: decoders with RMSNorm, rotary embedding, grouped-query attention and SwiGLU."""
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_MODEL_TYPES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _GGUF_DTYPES = {0: "float32", 1: "float16"}
 _LLAMA3_ORIGINAL_CONTEXT = 8192
 
@@ -69,6 +69,8 @@ def shape_from_config(file: Path) -> ModelShape:
     window = config.get("sliding_window")
     if architecture == "MistralForCausalLM" and isinstance(window, int):
         max_position = min(max_position, window)  # up to its window, sliding attention is full attention
+    if config.get("use_sliding_window"):
+        raise CheckpointError(f"{file}: use_sliding_window is not supported")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"{file}: hidden_act {act!r} is not supported (silu is)")
     attention_bias = bool(config.get("attention_bias", False))
@@ -88,6 +90,7 @@ def shape_from_config(file: Path) -> ModelShape:
         attention_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
         dtype=_dtype(config),
         bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
         eos_token_ids=eos_token_ids(file.parent, config),

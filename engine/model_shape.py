@@ -55,6 +55,8 @@ class ModelShape:
     """Biases of the q, k and v projections, and of the output projection when `output_bias`."""
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each query and key head is normalized before it is rotated, with weights that all heads share."""
     dtype: str = "bfloat16"
     """The checkpoint's own dtype: bfloat16, float16 or float32."""
     bos_token_id: int | None = None

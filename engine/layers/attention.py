@@ -54,6 +54,19 @@ class AttentionBatch:
     prefill: PrefillRows | None
 
 
+class HeadNorms:
+    """Norms of each query and key head, with weights [head_dim] that all heads share, so that ranks need no others."""
+
+    def __init__(self, q_norm: RmsNorm, k_norm: RmsNorm) -> None:
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Normalize `q` [tokens, heads, head_dim] and `k` [tokens, kv_heads, head_dim] in place."""
+        for x, norm in ((q, self.q_norm), (k, self.k_norm)):
+            x.copy_(norm(x.reshape(-1, x.shape[-1])).view(x.shape))
+
+
 class Attention:
     """`qkv` [(heads + 2 * kv_heads) * head_dim, hidden] holds q's rows, then k's, then v's."""
 
@@ -66,10 +79,12 @@ class Attention:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        head_norms: HeadNorms | None = None,
         workspace: DecodeWorkspace | None = None,
         deterministic: bool = False,
     ) -> None:
         self.norm = norm
+        self.head_norms = head_norms
         self.qkv = qkv
         self.output = output
         self._heads = (num_heads, num_kv_heads, num_kv_heads)
@@ -85,6 +100,8 @@ class Attention:
         Writes the tokens' keys and values to the cache before it reads.
         """
         q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
+        if self.head_norms is not None:
+            self.head_norms(q, k)
         keys, values = cache
         rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
         decode, prefill = batch.decode, batch.prefill

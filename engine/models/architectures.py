@@ -6,10 +6,12 @@ from manta.engine.errors import CheckpointError
 
 from .family import Family
 from .llama import LLAMA
+from .qwen3 import QWEN3
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": QWEN3,
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manta.engine.layers.attention import Attention, AttentionBatch, LayerCache
+from manta.engine.layers.attention import Attention, AttentionBatch, HeadNorms, LayerCache
 from manta.engine.layers.embedding import Embedding, VocabParallelEmbedding
 from manta.engine.layers.linear import Linear, RowParallelLinear, VocabParallelHead
 from manta.engine.layers.mlp import GatedMlp
@@ -16,7 +16,7 @@ from manta.engine.layers.rope import build_cos_sin
 from manta.engine.model_shape import ModelShape
 from manta.engine.parallel.groups import TensorGroup
 from manta.engine.parallel.layout import ShardLayout
-from manta.engine.weights.parameters import Parameters
+from manta.engine.weights.parameters import LayerParameters, Parameters
 from manta.kernels.attention_decode import DecodeWorkspace
 
 
@@ -103,6 +103,8 @@ class Decoder:
                 linears.append(self.head)
         for layer in self.layers:
             tensors += [layer.attention.norm.weight, layer.mlp.norm.weight]
+            if (norms := layer.attention.head_norms) is not None:
+                tensors += [norms.q_norm.weight, norms.k_norm.weight]
             linears += [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
         plain = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return plain + sum(linear.num_bytes for linear in linears)
@@ -146,6 +148,7 @@ class _Builder:
             num_heads=len(self._layout.heads),
             num_kv_heads=len(self._layout.kv_heads),
             head_dim=self._shape.head_dim,
+            head_norms=_head_norms(weights, eps),
             workspace=self._workspace,
             deterministic=self._deterministic,
         )
@@ -170,3 +173,9 @@ class _Builder:
         layer = RowParallelLinear(weight, bias, group=self._group, deterministic=self._deterministic)
         layer.pack()
         return layer
+
+
+def _head_norms(weights: LayerParameters, eps: float) -> HeadNorms | None:
+    if weights.q_norm is None or weights.k_norm is None:
+        return None
+    return HeadNorms(RmsNorm(weights.q_norm, eps), RmsNorm(weights.k_norm, eps))

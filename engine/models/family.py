@@ -1,7 +1,7 @@
 """What a family of checkpoints states about itself: the names of its tensors and how its files store them.
 
 A part is a tensor of the decoder under our own name: embedding, head, final_norm, and in each layer input_norm, q, k,
-v, output, post_norm, gate, up, down. Knows no file format's bytes.
+v, q_norm, k_norm, output, post_norm, gate, up, down. Knows no file format's bytes.
 """
 
 from __future__ import annotations

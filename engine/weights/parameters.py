@@ -29,6 +29,8 @@ class LayerParameters:
     output_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
 
 
 @dataclass
@@ -76,6 +78,8 @@ def allocate_parameters(
             output_bias=empty(hidden) if shape.output_bias and adds_bias else None,
             gate_up_bias=empty(2 * inter) if shape.mlp_bias else None,
             down_bias=empty(hidden) if shape.mlp_bias and adds_bias else None,
+            q_norm=empty(shape.head_dim) if shape.qk_norm else None,
+            k_norm=empty(shape.head_dim) if shape.qk_norm else None,
         )
         for _ in layout.layers
     ]
@@ -115,6 +119,9 @@ def _layer_destinations(
         Parameter("input_norm", index, "weight"): layer.input_norm,
         Parameter("post_norm", index, "weight"): layer.post_norm,
     }
+    for part, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+        if norm is not None:
+            views[Parameter(part, index, "weight")] = norm
     fused = (
         ("weight", layer.qkv, layer.output, layer.gate_up, layer.down),
         ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),

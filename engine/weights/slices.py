@@ -67,6 +67,7 @@ def slices(shape: ModelShape, layout: ShardLayout) -> SliceOf:
         if parameter.part in columns and not is_bias:
             size, part = columns[parameter.part]
             return TensorSlice((hidden, size), 1, part)
-        return TensorSlice((hidden,), 0, range(hidden))
+        size = shape.head_dim if parameter.part in ("q_norm", "k_norm") else hidden
+        return TensorSlice((size,), 0, range(size))
 
     return slice_of

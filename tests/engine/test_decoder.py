@@ -103,6 +103,38 @@ def test_a_mistral_without_a_window_is_the_same_decoder(tmp_path: Path):
         torch.testing.assert_close(found, reference(token_ids[None]).logits[0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_qwen3_normalizes_query_and_key_heads(tmp_path: Path, attention_bias: bool):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        attention_bias=attention_bias,
+        initializer_range=0.15,
+    )
+    reference = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    reference.save_pretrained(tmp_path)
+    shape, decoder = decoder_of(tmp_path)
+    assert shape.qk_norm
+    token_ids = torch.arange(60) % 97
+    batch, caches = whole_prompt(shape, 60)
+    with torch.inference_mode():
+        found = decoder.logits(decoder.forward(token_ids, batch, caches))
+        torch.testing.assert_close(found, reference(token_ids[None]).logits[0], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 33])
 def test_packing_changes_the_layout_and_not_the_product(num_rows: int):
     generator = torch.Generator().manual_seed(num_rows)

@@ -21,6 +21,7 @@ GRID: list[dict[str, Any]] = [
     {"q": 8, "kv": 2, "tp": 4},
     {"q": 8, "kv": 1, "tp": 4},
     {"q": 8, "kv": 2, "tp": 2, **BIASES},
+    {"q": 8, "kv": 2, "tp": 4, "qk_norm": True, "architecture": "Qwen3ForCausalLM"},
     {"q": 8, "kv": 2, "tp": 3, "mlp_bias": True, "intermediate_size": 100, **BIASES},
     {"q": 8, "kv": 4, "pp": 2, "num_layers": 5},
     {"q": 8, "kv": 4, "pp": 2, "tie_word_embeddings": True},
