@@ -140,7 +140,7 @@ class BatchBuilder:
         arrays["decode_lens"], arrays["prefill_lens"] = np.split(ends.astype(np.int32), [num_decodes])
         arrays["query_start"] = (firsts[num_decodes:] - firsts[num_decodes]).astype(np.int32)
 
-        fed_back = self._add_tokens(rows, firsts, arrays)
+        fed_back = self._add_tokens(plan, firsts, arrays)
         arrays["feedback_places"], arrays["feedback_slots"] = firsts[:-1][fed_back], slots[fed_back]
         sampling = samples.nonzero()[0]
         samples_all = len(sampling) == num_tokens
@@ -231,16 +231,20 @@ class BatchBuilder:
         block_ids = [block_id for _, _, ids in changes for block_id in ids]
         return np.concatenate([np.zeros(0, np.int64), *places]), np.asarray(block_ids, dtype=np.int32)
 
-    def _add_tokens(self, rows: list[Row], firsts: np.ndarray, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    def _add_tokens(self, plan: StepPlan, firsts: np.ndarray, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """The known token ids, and the indices of rows whose only token was sampled here."""
         token_ids = np.zeros(firsts[-1], dtype=np.int64)
         fed_back = []
-        for index, row in enumerate(rows):
+        decode_token_ids = plan.decode_token_ids
+        for index, row in enumerate(plan.rows):
             known = self._token_ids[row.slot]
             assert known is not None, f"slot {row.slot} is free"
             if row.start >= len(known):
                 assert row.num_tokens == 1, "at most one token is not known here"
-                fed_back.append(index)
+                if decode_token_ids:  # decodes come first
+                    token_ids[firsts[index]] = decode_token_ids[index]
+                else:
+                    fed_back.append(index)
             else:
                 token_ids[firsts[index] : firsts[index + 1]] = known[row.start : row.start + row.num_tokens]
         arrays["token_ids"] = token_ids

@@ -92,15 +92,41 @@ class ExecutionConfig(Section):
 class ParallelConfig(Section):
     """How one engine is split over devices."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int | Literal["auto"] = Field(
+        default=1, description="devices that share every layer; auto: from the model, the GPUs and how they are joined"
+    )
+    pipeline_parallel_size: int | Literal["auto"] = Field(
+        default=1, description="stages of consecutive layers, each on a device (or several) of its own; or auto"
+    )
 
-    @field_validator("tensor_parallel_size", "pipeline_parallel_size")
+    @field_validator("tensor_parallel_size", "pipeline_parallel_size", mode="before")
     @classmethod
-    def only_one_device_yet(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("only 1 is supported in this version")
-        return value
+    def at_least_one_or_auto(cls, value: object) -> object:
+        if value == "auto" or (not isinstance(value, bool) and str(value).isdecimal() and int(str(value)) >= 1):
+            return value if value == "auto" else int(str(value))
+        raise ValueError('must be a number of at least 1, or "auto"')
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether both sizes are numbers."""
+        return "auto" not in (self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def tp_size(self) -> int:
+        """`tensor_parallel_size` once it is settled."""
+        assert self.tensor_parallel_size != "auto", "auto is settled before"
+        return self.tensor_parallel_size
+
+    @property
+    def pp_size(self) -> int:
+        """`pipeline_parallel_size` once it is settled."""
+        assert self.pipeline_parallel_size != "auto", "auto is settled before"
+        return self.pipeline_parallel_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of one engine."""
+        return self.tp_size * self.pp_size
 
 
 class EngineConfig(Section):

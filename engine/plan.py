@@ -55,6 +55,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     freed_slots: list[int]
     new: list[NewSequence]
     rows: list[Row]
+    decode_token_ids: list[int] = []
+    """Input tokens of the decodes, in order, where the sender knows them all; empty: each is what its slot sampled last
+    on the device."""
 
     @property
     def num_tokens(self) -> int:

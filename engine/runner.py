@@ -46,15 +46,15 @@ class RunnerOptions:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What a step left on the device, or on its way to the host."""
 
     sampled: Sampled | None
     prompts: tuple[Logprobs, ...] = ()
 
-    def to_host(self) -> _Outcome:
+    def to_host(self) -> Outcome:
         sampled = None if self.sampled is None else self.sampled.to_host()
-        return _Outcome(sampled, tuple(logprobs.to_host() for logprobs in self.prompts))
+        return Outcome(sampled, tuple(logprobs.to_host() for logprobs in self.prompts))
 
 
 class ModelRunner:
@@ -101,16 +101,21 @@ class ModelRunner:
             arrays["prompt_targets"] = np.concatenate([prompt.targets for prompt in batch.prompt_rows])
         padded = None if self._prefill_graphs is None else self._prefill_graphs.take(batch, arrays)
 
-        def run() -> _Outcome:
+        def run() -> Outcome:
             return self._run(batch, padded, sampling, arrays, num_top)
 
-        def finish(outcome: _Outcome) -> StepResult:
-            result = _sampled_result(outcome.sampled, batch.sampling_rows, sampling)
-            for prompt, wanted, logprobs in zip(batch.prompt_rows, num_top, outcome.prompts, strict=True):
-                result.prompt_logprobs[prompt.row] = logprobs.entries([wanted] * len(prompt.targets))
-            return result
+        def finish(outcome: Outcome) -> StepResult:
+            return self._result(outcome, batch, sampling, num_top)
 
-        return self._lane.start(run, _Outcome.to_host, finish)
+        return self._lane.start(run, Outcome.to_host, finish)
+
+    def _result(
+        self, outcome: Outcome, batch: BatchLayout, sampling: SamplingLayout, num_top: tuple[int, ...]
+    ) -> StepResult:
+        result = _sampled_result(outcome.sampled, batch.sampling_rows, sampling)
+        for prompt, wanted, logprobs in zip(batch.prompt_rows, num_top, outcome.prompts, strict=True):
+            result.prompt_logprobs[prompt.row] = logprobs.entries([wanted] * len(prompt.targets))
+        return result
 
     def prepare_more(self) -> bool:
         """Capture the next graph that steps may need."""
@@ -166,19 +171,19 @@ class ModelRunner:
         kind = StepKind(draw, shares_prefix=shared is not None)
 
         @torch.inference_mode()
-        def run() -> _Outcome:
+        def run() -> Outcome:
             step = graphs.step_for(buffers, kind)
             buffers.upload.send(stage)
             outputs = step()
             if outputs.token_ids is not None:
-                return _Outcome(Sampled(outputs.token_ids[:num_rows], None))
+                return Outcome(Sampled(outputs.token_ids[:num_rows], None))
             tensors = upload(wanted | {"sample_slots": slots}, self._device)
-            return _Outcome(self._sample(outputs.logits[:num_rows], sampling, tensors))
+            return Outcome(self._sample(outputs.logits[:num_rows], sampling, tensors))
 
-        def finish(outcome: _Outcome) -> StepResult:
+        def finish(outcome: Outcome) -> StepResult:
             return _sampled_result(outcome.sampled, np.arange(num_rows), sampling)
 
-        return self._lane.start(run, _Outcome.to_host, finish)
+        return self._lane.start(run, Outcome.to_host, finish)
 
     def _shared_prefix(self, slots: np.ndarray, plan: StepPlan) -> SharedBlocks | None:
         """The rows' common prefix where attending to it once pays. The same rows share the same blocks for ever."""
@@ -201,33 +206,56 @@ class ModelRunner:
         sampling: SamplingLayout,
         arrays: Mapping[str, np.ndarray],
         num_top: tuple[int, ...],
-    ) -> _Outcome:
+    ) -> Outcome:
         """A step of any kind, on the lane's thread and stream. What the graph of `padded` reads is not in `arrays`."""
         tensors = upload(arrays, self._device)
-        self._sampler.enter(sampling, tensors)
+        self._enter(sampling, tensors)
         if not batch.num_rows:
-            return _Outcome(None)
+            return Outcome(None)
         if batch.changes_table:
             self._state.enter_blocks(tensors["table_places"], tensors["table_block_ids"])
         places = step_places(batch, tensors)
         if padded is None:
-            token_ids = self._fed_back(tensors["token_ids"], places)
-            hidden = self._model.forward(token_ids, attention_batch(batch, tensors, self._state), self._caches)
+            hidden = self._model.forward(
+                self._inputs(batch, tensors, places), attention_batch(batch, tensors, self._state), self._caches
+            )
         else:
             padded.send()
             self._fed_back(padded.token_ids, places)
             hidden = padded.run()
+        return self._read_out(hidden, batch, places, sampling, num_top, tensors)
+
+    def _inputs(self, batch: BatchLayout, tensors: Mapping[str, torch.Tensor], places: StepPlaces) -> torch.Tensor:
+        """What the model reads: the step's token ids."""
+        return self._fed_back(tensors["token_ids"], places)
+
+    def _read_out(
+        self,
+        hidden: torch.Tensor,
+        batch: BatchLayout,
+        places: StepPlaces,
+        sampling: SamplingLayout,
+        num_top: tuple[int, ...],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Outcome:
+        """From what the model made of the step to tokens."""
         prompts = self._prompt_logprobs(hidden, batch, num_top, tensors)
         if places.sample_slots is None:
-            return _Outcome(None, prompts)
+            return Outcome(None, prompts)
         if places.sample_places is not None:
             hidden = hidden.index_select(0, places.sample_places)
-        return _Outcome(self._sample(self._model.logits(hidden), sampling, tensors), prompts)
+        return Outcome(self._sample(self._model.logits(hidden), sampling, tensors), prompts)
 
     def _sample(self, logits: torch.Tensor, sampling: SamplingLayout, tensors: Mapping[str, torch.Tensor]) -> Sampled:
-        sampled = self._sampler.run(logits, sampling, tensors)
+        sampled = self._draw(logits, sampling, tensors)
         self._state.last_token_ids.index_copy_(0, tensors["sample_slots"], sampled.token_ids)
         return sampled
+
+    def _enter(self, sampling: SamplingLayout, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._sampler.enter(sampling, tensors)
+
+    def _draw(self, logits: torch.Tensor, sampling: SamplingLayout, tensors: Mapping[str, torch.Tensor]) -> Sampled:
+        return self._sampler.run(logits, sampling, tensors)
 
     def _fed_back(self, token_ids: torch.Tensor, places: StepPlaces) -> torch.Tensor:
         """The step's tokens with those that were sampled here filled in, in place."""

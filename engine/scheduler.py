@@ -169,7 +169,7 @@ class Scheduler:
         self._admit(step)
         if not step.rows:
             return None
-        plan = StepPlan(next(self._step_ids), self._freed_slots, step.new, step.rows)
+        plan = StepPlan(next(self._step_ids), self._freed_slots, step.new, step.rows, step.decode_token_ids)
         self._freed_slots = []
         self._scheduled[plan.step_id] = step.sequences
         return plan
@@ -268,6 +268,8 @@ class Scheduler:
             new_block_ids = self.cache.pool.allocate(1)
             sequence.block_ids.extend(new_block_ids)
         assert sequence.slot is not None
+        if self.limits.num_micro_batches > 1:  # the device that samples is not the one that reads
+            step.decode_token_ids.append(sequence.token_ids[sequence.num_computed])
         step.add(Row(sequence.slot, sequence.num_computed, 1, new_block_ids, samples=True, is_decode=True), sequence)
         sequence.num_computed += 1
         sequence.num_tokens += 1
@@ -428,6 +430,7 @@ class _Step:
         self.budget = budget
         self.new: list[NewSequence] = []
         self.rows: list[Row] = []
+        self.decode_token_ids: list[int] = []
         self.sequences: list[Sequence] = []
         """Those of the rows, kept until the results arrive."""
 

@@ -56,7 +56,8 @@ class _Slot:
 
 
 class SimRunner:
-    """Implements plan.Runner. `predict` gives a step's seconds; clock and sleep can be virtual."""
+    """Implements plan.Runner. `predict` gives a step's seconds, through all `num_stages` of a pipeline, each of which
+    holds one step at a time; clock and sleep can be virtual."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class SimRunner:
         *,
         vocab_size: int,
         excluded_token_ids: frozenset[int] = frozenset(),
+        num_stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -73,7 +75,7 @@ class SimRunner:
         self._clock = clock
         self._sleep = sleep
         self._slots: dict[int, _Slot] = {}
-        self._free_at_s = clock()
+        self._stages_free_at_s = [clock()] * num_stages
 
     def launch(self, plan: StepPlan) -> SimHandle:
         for slot in plan.freed_slots:
@@ -85,8 +87,11 @@ class SimRunner:
         result = StepResult([])
         for index, row in enumerate(plan.rows):
             self._run(index, row, result)
-        self._free_at_s = max(self._clock(), self._free_at_s) + self._predict(StepShape.of(plan))
-        return SimHandle(result, self._free_at_s, self._clock, self._sleep)
+        done_at_s, stages = self._clock(), self._stages_free_at_s
+        stage_s = self._predict(StepShape.of(plan)) / len(stages)
+        for stage, free_at_s in enumerate(stages):
+            done_at_s = stages[stage] = max(done_at_s, free_at_s) + stage_s
+        return SimHandle(result, done_at_s, self._clock, self._sleep)
 
     def prepare_more(self) -> bool:
         return False

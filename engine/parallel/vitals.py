@@ -16,7 +16,8 @@ LEAST_STEP_S = 5.0
 TIMES_PREDICTED = 20.0
 """A step hangs when it takes so many times what is expected of it."""
 FIRST_STEPS = 8
-"""Steps that are excused: kernels compile, memory is touched for the first time."""
+"""Steps that are excused, as is the first one of a size (within a factor of two): kernels compile, memory is touched
+for the first time."""
 FIRST_STEPS_S = 300.0
 """How long one of them may take."""
 
@@ -68,9 +69,15 @@ class StepClock:
         """`predict`: seconds that a step of so many tokens takes at most."""
         self._predict = predict
         self._waits_for: tuple[int, int, float] | None = None  # step id, tokens, since when
+        self._sizes_seen: set[int] = set()
         self._num_ended = 0
         self._s_per_token = 0.0
         self._slowest_s = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the host waits for a step."""
+        return self._waits_for is not None
 
     def begin(self, step_id: int, num_tokens: int, now_s: float) -> None:
         """The host turns to a step and goes on when it is done."""
@@ -85,6 +92,7 @@ class StepClock:
             return
         took_s = now_s - since_s
         self._num_ended += 1
+        self._sizes_seen.add(num_tokens.bit_length())
         fade = 0.98  # what was slow once is forgotten over some hundred steps
         self._s_per_token = max(took_s / num_tokens, self._s_per_token * fade)
         self._slowest_s = max(took_s, self._slowest_s * fade)
@@ -96,7 +104,8 @@ class StepClock:
         else:
             # A small step has costs of its own; a large one costs no more by the token than small ones did.
             expected_s = max(self._slowest_s, self._s_per_token * num_tokens)
-        least_s = FIRST_STEPS_S if self._num_ended < FIRST_STEPS else LEAST_STEP_S
+        is_first = self._num_ended < FIRST_STEPS or num_tokens.bit_length() not in self._sizes_seen
+        least_s = FIRST_STEPS_S if is_first else LEAST_STEP_S
         return max(least_s, TIMES_PREDICTED * expected_s)
 
     def overdue(self, now_s: float) -> str | None:

@@ -25,7 +25,7 @@ import msgspec
 from manta.engine.errors import CheckpointError, ConfigError, EngineFailed, MantaError
 
 from .member import GangMember
-from .vitals import BEAT_S, Silence, StepClock
+from .vitals import BEAT_S, SILENCE_S, Silence, StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,12 @@ class Watch:
         """Raises what broke the gang."""
         if self._error is not None:
             raise self._error
+
+    def cause_of(self, error: Exception) -> Exception:
+        """What broke the gang, if that is known or becomes known within a few seconds; else `error` itself."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._is_closing, SILENCE_S + 2 * BEAT_S)
+        return error if self._error is None else self._error
 
     def say_ready(self) -> None:
         """This rank's start is over: from now on a silence of seconds means that it is dead or frozen."""

@@ -24,7 +24,8 @@ def test_overriding_leaves_the_original_alone():
         ("block_size", 7, "cache.block_size = 7: Input should be 16, 32 or 64"),
         ("device", "tpu", "device = 'tpu': must be auto, cpu, cuda, cuda:N or sim:GPU"),
         ("max_num_seqs", 0, "scheduler.max_num_seqs = 0: Input should be greater than or equal to 1"),
-        ("tensor_parallel_size", 2, "parallel.tensor_parallel_size = 2: only 1 is supported in this version"),
+        ("tensor_parallel_size", 0, 'parallel.tensor_parallel_size = 0: must be a number of at least 1, or "auto"'),
+        ("pipeline_parallel_size", "many", "parallel.pipeline_parallel_size = 'many': must be a number of at least 1"),
     ],
 )
 def test_a_mistake_is_answered_with_field_and_advice(name: str, value: object, sentence: str):

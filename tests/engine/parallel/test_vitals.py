@@ -74,16 +74,25 @@ def test_the_first_steps_are_excused():
 
 def test_a_long_prefill_on_a_slow_device_is_no_hang():
     clock = StepClock()
-    now_s = steps(clock, count=50, num_tokens=2, took_s=0.3)  # decodes of two streams
-    clock.begin(50, 512, now_s)
+    now_s = steps(clock, count=1, num_tokens=300, took_s=40.0)
+    now_s = steps(clock, count=500, num_tokens=2, took_s=0.3, now_s=now_s)  # decodes of two streams
+    clock.begin(501, 511, now_s)
     assert clock.overdue(now_s + 76.0) is None
     assert clock.overdue(now_s + 1600.0) is not None
+
+
+def test_the_first_step_of_a_size_is_excused():
+    clock = StepClock()
+    now_s = steps(clock, count=20, num_tokens=8, took_s=0.01)
+    clock.begin(20, 100, now_s)
+    assert clock.overdue(now_s + FIRST_STEPS_S - 1) is None
 
 
 def test_a_known_speed_decides_where_there_is_one():
     clock = StepClock(predict=lambda num_tokens: 0.001 * num_tokens)
     steps(clock, count=20, num_tokens=8, took_s=1.0)
     assert clock.allowed_s(8) == LEAST_STEP_S
+    steps(clock, count=1, num_tokens=1000, took_s=1.0)
     assert clock.allowed_s(1000) == 20.0
 
 

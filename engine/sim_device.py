@@ -1,0 +1,104 @@
+"""The start of a simulated device: sizes and step times from a GPU's figures and the model's shape. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .config import EngineConfig, max_num_seqs_of
+from .errors import ConfigError
+from .model_shape import ModelShape
+from .plan import Runner
+from .sim import SimRunner, fixed_step_s
+from .started_device import GangSeat, StartedDevice, step_times
+from .step_time import BYTES_PER_ELEMENT, Hardware, StepShape, hardware_named
+
+MOST_BLOCKS = 2**17
+"""A block costs the host memory, however large the device is that is simulated."""
+TENSOR_EFFICIENCY = 0.85
+"""Of the speed of all ranks that share layers, what is left beside their exchanges. Assumed, not measured."""
+
+
+def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | None = None) -> StartedDevice:
+    """A device that takes the predicted time. Split over ranks, it is the gang's whole: one simulation for all of them,
+    with `seat` behind the link to real followers (which simulate the same), so that gangs can be tried out.
+
+    Raises ConfigError for a GPU that is not known or does not hold the model.
+    """
+    step_s = fixed_step_s(config.device)
+    name = "h200" if step_s is not None else config.device.partition(":")[2] or "h200"
+    tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
+    hardware = _together(hardware_named(name), tp_size=tp_size, pp_size=pp_size)
+    dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
+    model = step_times(config, shape, hardware, dtype)
+    weight_bytes = shape.num_parameters * BYTES_PER_ELEMENT[dtype]
+    block_size = config.cache.block_size or 64
+    block_bytes = model.kv_bytes_per_token * block_size
+    room = int(hardware.memory_bytes * config.cache.memory_fraction) - weight_bytes
+    if room < 2 * block_bytes and config.cache.num_blocks is None:
+        raise ConfigError(
+            f"{weight_bytes / 1e9:.1f} GB of weights do not fit {hardware.name}'s "
+            f"{hardware.memory_bytes / 1e9:.0f} GB with memory_fraction {config.cache.memory_fraction}",
+            field="device",
+        )
+    most_blocks = MOST_BLOCKS
+    num_blocks = config.cache.num_blocks or min(room // block_bytes, most_blocks)
+    reason = (
+        "as cache.num_blocks says"
+        if config.cache.num_blocks
+        else f"what fits beside the weights, at most {most_blocks}"
+    )
+    notes = [f"{num_blocks} blocks, {reason}"]
+    wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    max_model_len = min(wanted_len, num_blocks * block_size)
+    if max_model_len < wanted_len:
+        notes.append(f"max_model_len is clipped from {wanted_len} to the {max_model_len} tokens that the blocks hold")
+
+    def predict(step: StepShape) -> float:
+        return model.predict(step) if step_s is None else step_s
+
+    runner: Runner = SimRunner(
+        predict,
+        vocab_size=shape.vocab_size,
+        num_stages=pp_size,
+        excluded_token_ids=frozenset(
+            (*shape.eos_token_ids, *(() if shape.bos_token_id is None else (shape.bos_token_id,)))
+        ),
+    )
+    if seat is not None:
+        from .parallel.driver import start_gang
+
+        own = runner
+        runner = start_gang(
+            seat.member,
+            lambda store: own,
+            store_socket=seat.store_socket,
+            on_broken=seat.on_broken,
+            on_closed=seat.on_closed,
+        )
+    return StartedDevice(
+        runner=runner,
+        name=config.device,
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs_of(config, "cuda"),
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 8192,
+        memory_ledger_bytes={"weights": weight_bytes, "kv_cache": num_blocks * block_bytes},
+        notes=tuple(notes),
+        predict=predict,
+    )
+
+
+def _together(hardware: Hardware, *, tp_size: int, pp_size: int) -> Hardware:
+    """Ranks as one device. Those that share layers work on a step side by side, but for what they exchange; stages work
+    on it one after the other (SimRunner overlaps them)."""
+    if tp_size * pp_size == 1:
+        return hardware
+    speedup = tp_size * (TENSOR_EFFICIENCY if tp_size > 1 else 1.0)
+    return replace(
+        hardware,
+        memory_bandwidth=hardware.memory_bandwidth * speedup,
+        matrix_flops=hardware.matrix_flops * speedup,
+        memory_bytes=hardware.memory_bytes * tp_size * pp_size,
+    )

@@ -1,0 +1,156 @@
+"""What a device settles at start-up, and the start of a real one, alone or split over ranks. Loads torch late."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import EngineConfig, max_num_seqs_of, with_overrides
+from .cuda_context import begin_cuda_context
+from .model_shape import ModelShape
+from .model_source import ModelSource
+from .parallel.here import devices_of_ranks
+from .parallel.layout import ShardLayout
+from .parallel.local_gang import LocalGang
+from .parallel.member import GangMember
+from .parallel.place import RankPlace
+from .plan import Runner
+from .step_time import Hardware, StepShape, StepTimeModel, hardware_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+    from .model_runner import BuiltRunner
+
+Report = Callable[[str, float], None]
+"""Called when a phase of start-up is over, with its name and seconds."""
+
+
+@dataclass
+class Phases:
+    """Measures the phases of start-up and passes each on as it ends."""
+
+    report: Report
+    seconds: dict[str, float] = field(default_factory=dict)
+    _since_s: float = field(default_factory=time.monotonic)
+
+    def end(self, name: str) -> None:
+        now_s = time.monotonic()
+        self.add(name, now_s - self._since_s)
+        self._since_s = now_s
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.report(name, seconds)
+
+
+@dataclass(frozen=True)
+class StartedDevice:
+    """What either kind of device settles: the runner and the sizes that follow from its memory."""
+
+    runner: Runner
+    name: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_ledger_bytes: dict[str, int]
+    notes: tuple[str, ...]
+    predict: Callable[[StepShape], float] | None
+    """Seconds of a step; None on a device of unknown speed."""
+
+
+@dataclass(frozen=True)
+class GangSeat:
+    """Rank 0's place in a gang whose other ranks somebody else starts."""
+
+    member: GangMember
+    store_socket: socket.socket | None
+    """Where the ranks meet; None: the member's port is listened at."""
+    on_broken: Callable[[str], None]
+    on_closed: Callable[[], None] = lambda: None
+
+
+def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel:
+    """Measured here, measured elsewhere on the same GPU, or from the peaks alone."""
+    folder = config.scheduler.step_profiles
+    return StepTimeModel.known(shape, hardware, dtype=dtype, profile_folders=[] if folder is None else [Path(folder)])
+
+
+def start_device(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> StartedDevice:
+    """The only device of an engine."""
+    wait_for_context = begin_cuda_context(config.device)
+
+    phases.end("import torch")
+    from .model_runner import build_model_runner
+
+    phases.end("import")
+    wait_for_context()
+    phases.end("cuda context")
+    built = build_model_runner(config, source, shape, report=phases.add)
+    return _built(config, shape, built, built.runner)
+
+
+def start_gang_device(
+    config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases, seat: GangSeat
+) -> StartedDevice:
+    """Rank 0's device and those of its gang's followers, as one."""
+    from .parallel.driver import start_gang
+    from .parallel.rank import build_rank
+
+    phases.end("import torch")
+    built: list[BuiltRunner] = []
+
+    def build(store: TCPStore) -> Runner:
+        built.append(build_rank(config, source, shape, seat.member, store, phases.add))
+        return built[0].runner
+
+    runner = start_gang(
+        seat.member, build, store_socket=seat.store_socket, on_broken=seat.on_broken, on_closed=seat.on_closed
+    )
+    phases.end("followers")
+    return _built(config, shape, built[0], runner)
+
+
+def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> StartedDevice:
+    """The same with followers that are started here, as processes of this machine."""
+    tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
+    for rank in range(tp_size * pp_size):  # what cannot be split is refused before anything is started
+        ShardLayout.of(shape, RankPlace(rank, tp_size, pp_size))
+    devices = devices_of_ranks(config.device, tp_size * pp_size)
+    gang = LocalGang(config, tp_size=tp_size, pp_size=pp_size, devices=devices)
+    try:
+        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, gang.close)
+        own = with_overrides(config, {"device": devices[0]})
+        device = start_gang_device(own, source, shape, phases, seat)
+        gang.watch_for(lambda: bool(getattr(device.runner, "is_waiting", False)))
+        return device
+    except BaseException:
+        gang.close()
+        raise
+
+
+def _built(config: EngineConfig, shape: ModelShape, built: BuiltRunner, runner: Runner) -> StartedDevice:
+    import torch
+
+    name = torch.cuda.get_device_name(built.device) if built.device.type == "cuda" else built.device.type
+    hardware = hardware_of(name)
+    return StartedDevice(
+        runner=runner,
+        name=str(built.device),
+        dtype=built.dtype,
+        num_blocks=built.num_blocks,
+        block_size=built.block_size,
+        max_model_len=built.max_model_len,
+        max_num_seqs=max_num_seqs_of(config, built.device.type),
+        max_num_batched_tokens=built.max_num_batched_tokens,
+        memory_ledger_bytes=built.memory_ledger_bytes,
+        notes=built.notes,
+        predict=None if hardware is None else step_times(config, shape, hardware, built.dtype).predict,
+    )
