@@ -15,6 +15,9 @@ GPU_LABEL = "manta/gpu"
 SOCKETS_LABEL = "manta/gpu-sockets"
 """Node label: the socket of each GPU, as `0.0.1.1`."""
 
+MEMORY_LABEL = "manta/gpu-memory-mib"
+"""Node label: memory of each GPU, MiB; the smallest where they differ."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -61,12 +64,14 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def node_labels(gpus: Sequence[Gpu]) -> dict[str, str]:
+def node_labels(gpus: Sequence[Gpu], *, memory_mib: int | None = None) -> dict[str, str]:
     """What the node of these GPUs is labelled with. Values have letters, digits, `-`, `_` and `.` only."""
     if not gpus:
         return {}
     models = sorted({gpu.model for gpu in gpus})
     labels = {GPU_LABEL: re.sub(r"[^A-Za-z0-9._-]+", "-", ".".join(models)).strip("-._")[:63]}
+    if memory_mib is not None:
+        labels[MEMORY_LABEL] = str(memory_mib)
     if all(gpu.socket is not None for gpu in gpus):
         labels[SOCKETS_LABEL] = ".".join(str(gpu.socket) for gpu in gpus)[:63]
     return labels

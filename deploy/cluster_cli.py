@@ -30,7 +30,6 @@ def start_command(
     temp_dir: Annotated[str | None, typer.Option(help="Folder for Ray's logs and sockets.")] = None,
 ) -> None:
     """Start this machine's part of a Ray cluster, with token authentication. Other options go to `ray start`."""
-    from manta.cluster.hardware import find_gpus, node_labels
     from manta.engine.errors import ConfigError
 
     from . import ray_node
@@ -39,7 +38,7 @@ def start_command(
         raise ConfigError("say --head on the first machine and --address HOST:PORT, its address, on all others")
     if port is not None and not head:
         raise ConfigError("--port is the head's; give it with --head, or as part of --address", field="port")
-    labels = {**node_labels(find_gpus()), **_labels(label or [])}
+    labels = {**ray_node.own_labels(), **_labels(label or [])}
     if note := ray_node.check_token(is_head=head):
         print(note, flush=True)
     ray_node.start(

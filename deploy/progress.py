@@ -48,6 +48,10 @@ class Progress:
         if self._phases:
             self._phases[-1][4] = text
 
+    def say(self, text: str) -> None:
+        """A sentence of its own, which stays."""
+        self._console.print(text, markup=False, highlight=False)
+
     def note(self, name: str, seconds: float) -> None:
         """A phase that was measured elsewhere."""
         running = self._phases.pop() if self._phases and self._phases[-1][1] == "running" else None

@@ -42,6 +42,8 @@ class LocalRay:
 
     num_cpus: int
     use_haproxy: bool
+    labels: dict[str, str] = field(default_factory=dict)
+    """Of the one node."""
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     folder: Path = field(init=False)
     _janitor: subprocess.Popen[bytes] | None = None
@@ -101,6 +103,7 @@ class LocalRay:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
+                labels=self.labels,
                 _temp_dir=str(self.folder),
             )
         except Exception as error:  # whatever Ray raises here ends the command

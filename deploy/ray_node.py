@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manta.cluster.hardware import find_gpus, node_labels
 from manta.engine.errors import ConfigError, MantaError
 
 from . import ray_local, settings
@@ -83,6 +84,25 @@ def node_environment(*, use_haproxy: bool, num_cpus: int) -> dict[str, str]:
         **HEALTH,
     }
     return {**variables, **ray_local.haproxy_variables(num_cpus)} if use_haproxy else variables
+
+
+def own_labels() -> dict[str, str]:
+    """What this machine's node is labelled with: type, memory and sockets of its GPUs."""
+    return node_labels(find_gpus(), memory_mib=_gpu_memory_mib())
+
+
+def _gpu_memory_mib() -> int | None:
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return smallest_number(done.stdout)
+
+
+def smallest_number(text: str) -> int | None:
+    """The smallest of the numbers that stand alone in their lines; None without any."""
+    return min((int(line) for line in text.split("\n") if line.strip().isdigit()), default=None)
 
 
 def make_token(file: Path) -> bool:

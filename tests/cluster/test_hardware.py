@@ -8,6 +8,7 @@ import pytest
 
 from manta.cluster.hardware import (
     GPU_LABEL,
+    MEMORY_LABEL,
     SOCKETS_LABEL,
     Gpu,
     cpus_beside,
@@ -74,5 +75,6 @@ def test_a_rank_is_free_where_there_is_nothing_to_choose(tmp_path: Path) -> None
 def test_labels_carry_type_and_sockets_and_can_be_read_back(tmp_path: Path) -> None:
     labels = node_labels(find_gpus(machine(tmp_path, ("0000:1a:00.0", "0", "0-3"), ("0000:c3:00.0", "1", "4-7"))))
     assert labels == {GPU_LABEL: "NVIDIA-H200", SOCKETS_LABEL: "0.1"}
+    assert node_labels(find_gpus(tmp_path), memory_mib=143771)[MEMORY_LABEL] == "143771"
     assert sockets_from_label(labels[SOCKETS_LABEL]) == (0, 1)
     assert sockets_from_label("left") == ()

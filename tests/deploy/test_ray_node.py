@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from manta.deploy import ray_node, settings
-from manta.deploy.ray_node import NodeFailed, NodeOptions, check_token, node_environment, ray_start_arguments
+from manta.deploy.ray_node import (
+    NodeFailed,
+    NodeOptions,
+    check_token,
+    node_environment,
+    ray_start_arguments,
+    smallest_number,
+)
 from manta.engine.errors import ConfigError
 
 
@@ -76,6 +83,11 @@ def test_a_node_without_the_head_s_token_is_told_what_to_do(token_file: Path) ->
 def test_a_token_in_the_environment_is_enough(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     assert check_token(is_head=False) is None
+
+
+def test_the_memory_of_the_smallest_gpu_counts() -> None:
+    assert smallest_number("143771\n81559\n\n") == 81559
+    assert smallest_number("NVIDIA-SMI has failed\n") is None
 
 
 def test_a_ray_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
