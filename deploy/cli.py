@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from .bench_cli import Overrides, bench_app, eval_app, profile_command
+from .chaos_cli import chaos_command
 from .cluster_cli import cluster_app
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def version_command() -> None:
 
 
 app.command("profile")(profile_command)
+app.command("chaos")(chaos_command)
 
 
 def _deploy_config(

@@ -106,6 +106,7 @@ def _describe(replica: ReplicaStatus) -> dict[str, Any]:
             "num_running": snapshot.num_running,
             "num_waiting": snapshot.num_waiting,
             "kv_cache_usage": snapshot.kv_cache_usage,
+            "num_used_blocks": snapshot.num_used_blocks,
             "num_steps": snapshot.num_steps,
         }
     return described

@@ -1,0 +1,51 @@
+"""`manta chaos`: arguments in, one line a fault and the verdict out. Work is done in manta.bench.chaos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .bench_cli import Overrides
+
+KINDS = ("kill_rank", "stop_rank", "drain_replica", "rolling_update")
+
+
+def chaos_command(
+    target: Annotated[
+        str, typer.Argument(help="Known name, folder, Hugging Face id, GGUF file or YAML file.")
+    ] = "sim-h200",
+    minutes: Annotated[
+        float, typer.Option(help="Faults follow one another for so long, each kind at least once.")
+    ] = 10,
+    seed: Annotated[int, typer.Option(help="Of requests and of the order of faults.")] = 0,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The whole report.")] = None,
+    faults: Annotated[str, typer.Option(help="Kinds of faults, with commas.")] = ",".join(KINDS),
+    replicas: Annotated[int, typer.Option(min=2, help="Engine replicas; at least one stays healthy.")] = 3,
+    streams: Annotated[int, typer.Option(min=1, help="Requests that are open at once.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 600,
+    overrides: Overrides = None,
+) -> int:
+    """Break a served model again and again under load, and compare every answer with the undisturbed one."""
+    from manta.bench import chaos
+    from manta.engine.errors import ConfigError
+
+    from .checks import locate_model
+    from .config import load_config, parse_overrides
+    from .settings import Settings
+
+    kinds = tuple(filter(None, (kind.strip() for kind in faults.split(","))))
+    if unknown := set(kinds) - set(KINDS):
+        raise ConfigError(f"--faults {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}", field="faults")
+    settings = Settings.from_environment()
+    defaults = {"engine.device": "sim:20ms"} if target == "sim-h200" else {"engine.model.dtype": "float32"}
+    config = load_config(target, {**defaults, **parse_overrides(overrides or []), "serving.num_replicas": replicas})
+    config = locate_model(config, settings.models_dir)
+    plan = chaos.ChaosPlan(minutes, seed, kinds, num_streams=streams, max_tokens=max_tokens)
+    report = chaos.run(config, plan, say=lambda text: print(text, flush=True), logs_dir=settings.logs_dir)
+    if json is not None:
+        chaos.write(report, json)
+    for line in chaos.summary(report):
+        print(line)
+    return 0 if report.is_clean else 1
