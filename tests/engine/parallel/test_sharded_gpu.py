@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = [[5, 6, 7] * 9, [1, 2] * 40]
 BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 256, "cuda_graphs": False}
 SPLITS: list[dict[str, Any]] = [
     {"q": 8, "kv": 2, "tp": 2},
     {"q": 9, "kv": 3, "tp": 2, **BIASES},
@@ -28,7 +29,9 @@ SPLITS: list[dict[str, Any]] = [
 
 def on_gpu(shape: Any, prompts: list[list[int]], num_tokens: int, **options: Any) -> Any:
     device = torch.device("cuda", 0)
-    return generate(shape, prompts, num_tokens, device=device, **{"num_blocks": 64, "block_size": 16, **options})
+    return generate(
+        shape, prompts, num_tokens, device=device, **{"num_blocks": 64, "block_size": 16, **SMALL, **options}
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()))
@@ -65,7 +68,7 @@ def test_ranks_that_share_a_gpu_share_its_memory():
     shape = random_shape(q=8, kv=2)
 
     def work(place: RankPlace, groups: Groups) -> tuple[int, int, str]:
-        built = build_shard(shape, place, groups, device="cuda", memory_fraction=0.3)
+        built = build_shard(shape, place, groups, device="cuda", memory_fraction=0.3, **SMALL)
         held_bytes = built.memory_ledger_bytes["kv_cache"]
         assert groups.everyone is not None
         groups.everyone.barrier()
