@@ -28,10 +28,8 @@ SPLITS: list[dict[str, Any]] = [
 
 
 def on_gpu(shape: Any, prompts: list[list[int]], num_tokens: int, **options: Any) -> Any:
-    device = torch.device("cuda", 0)
-    return generate(
-        shape, prompts, num_tokens, device=device, **{"num_blocks": 64, "block_size": 16, **SMALL, **options}
-    )
+    sizes = {"num_blocks": 64, "block_size": 16, **SMALL}
+    return generate(shape, prompts, num_tokens, device=torch.device("cuda", 0), **{**sizes, **options})
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda case: " ".join(f"{name}={value}" for name, value in case.items()))
