@@ -1,13 +1,23 @@
-"""The Serve application of a deployment: edges in front of engine replicas. Reads no environment and starts nothing."""
+"""The Serve application of a deployment: edges in front of engine replicas. Reads no environment and starts nothing.
+
+`build_app` makes it from a configuration; `build` from the arguments of a Serve config file, for `serve deploy`.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from manta.cluster.discover import discover, what_is_missing
+from manta.cluster.placement import CannotPlace, demand, place
+from manta.cluster.spec import GangSpec
+from manta.cluster.topology import Topology
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
 from manta.replicas.channel import KeyPair
@@ -15,39 +25,68 @@ from manta.replicas.deployment import Edge, EdgeSettings, EngineReplica
 from manta.replicas.edge.membership import ROUTER_CLASS
 from manta.replicas.edge.router import RouterLimits
 
-from .config import DeployConfig
+from .checks import locate_all
+from .config import DeployConfig, ServingConfig, load_config
+from .parallelism import resolve_parallel
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
 
 EDGE_CPUS = 0.2
 REPLICA_CPUS = 0.1
-SHARD_CPUS = 0.5
+RANK_CPUS = 0.5
 """Shares, not cores: a laptop with two cores must have room for an edge and an engine."""
 MAX_ONGOING = 1_000_000
 """Serve's own limit of calls a replica; ours are the edge's queue and the engine's."""
+ENGINE = "engine"
+"""Name of the engines' deployment in Serve."""
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application that a Serve config file describes, `import_path: manta.deploy.app:build`.
+
+    `args` are `model` (whatever `manta serve` takes: a name, a path, a YAML file), overrides by dotted or leaf name,
+    as in `{model: sim-h200, num_replicas: 2}`, and `api_key_file`, whose lines are the accepted API keys. Paths mean
+    the same on every node. Raises ConfigError.
+    """
+    return build_app(locate_all(config_of(args), Settings.from_environment()))
+
+
+def config_of(args: Mapping[str, Any]) -> DeployConfig:
+    """The deployment that the arguments of a Serve config file describe. Raises ConfigError."""
+    overrides = dict(args)
+    target, key_file = overrides.pop("model", None), overrides.pop("api_key_file", None)
+    if key_file is not None:
+        overrides["serving.api_keys"] = _read_keys(Path(key_file))
+    return load_config(target, overrides)
 
 
 def build_app(config: DeployConfig) -> serve.Application:
-    """The application to run; its ingress is the edge. Makes the cluster's client keys.
+    """The application to run on the Ray that is connected; its ingress is the edge. Makes the cluster's client keys.
 
-    Raises ConfigError when the engine wants a GPU and the Ray that is connected has none.
+    Nodes may join later: what has no room waits. Raises ConfigError when no split of the model is possible.
     """
     keys = KeyPair.new()
-    num_gpus = _num_gpus(config.engine)
-    shard = {"num_cpus": SHARD_CPUS, "num_gpus": num_gpus}
-    bundles: list[dict[str, float]] = [{"CPU": REPLICA_CPUS}, {"CPU": SHARD_CPUS, **({"GPU": 1} if num_gpus else {})}]
-    router_class: Any = ROUTER_CLASS  # Ray declares the field narrower than it is
+    engine_config, spec = plan(config, _topology())
     serving = config.serving
+    asked = demand(spec)
+    labels: dict[str, Any] = {}
+    if asked.bundle_labels is not None:
+        labels["placement_group_bundle_label_selector"] = list(asked.bundle_labels)
+    router_class: Any = ROUTER_CLASS  # Ray declares the field narrower than it is
     engine: Any = serve.deployment(
-        name="engine",
+        name=ENGINE,
         num_replicas=serving.num_replicas,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
-        placement_group_bundles=bundles,
-        placement_group_strategy="STRICT_PACK",
+        placement_group_bundles=list(asked.bundles),
+        placement_group_strategy=asked.strategy,
         max_ongoing_requests=MAX_ONGOING,
         request_router_config=RequestRouterConfig(request_router_class=router_class),
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=serving.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        **labels,
     )(EngineReplica)
     edge: Any = serve.deployment(
         name="edge",
@@ -59,22 +98,73 @@ def build_app(config: DeployConfig) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
     )(Edge)
     settings = EdgeSettings(
-        model=config.engine.model,
+        model=engine_config.model,
         api_keys=serving.api_keys,
         limits=RouterLimits(max_queued_requests=serving.max_queued_requests),
         request_timeout_s=serving.request_timeout_s,
+        spec=spec,
+        num_replicas=serving.num_replicas,
     )
-    return edge.bind(settings, keys, engine.bind(config.engine, keys, shard))
+    return edge.bind(settings, keys, engine.bind(engine_config, keys, spec))
 
 
-def _num_gpus(engine: EngineConfig) -> int:
-    """GPUs that one engine asks Ray for."""
+def plan(config: DeployConfig, topology: Topology) -> tuple[EngineConfig, GangSpec]:
+    """The engine's configuration with its split settled, and what each replica asks of the cluster."""
+    uses_gpus = _uses_gpus(config.engine, topology)
+    engine, reason = resolve_parallel(config.engine, topology, uses_gpus=uses_gpus, labels=config.serving.node_labels)
+    logger.info("%s", reason)
+    return engine, gang_spec(engine, config.serving, uses_gpus=uses_gpus)
+
+
+def gang_spec(engine: EngineConfig, serving: ServingConfig, *, uses_gpus: bool) -> GangSpec:
+    """What each replica asks of the cluster, once its split is settled. A simulated device is one process."""
+    is_simulated = engine.device.startswith("sim")
+    return GangSpec(
+        tp_size=1 if is_simulated else int(engine.parallel.tensor_parallel_size),
+        pp_size=1 if is_simulated else int(engine.parallel.pipeline_parallel_size),
+        gpus_per_rank=serving.gpus_per_rank if uses_gpus else 0.0,
+        cpus_per_rank=RANK_CPUS,
+        replica_cpus=REPLICA_CPUS,
+        labels=serving.node_labels,
+    )
+
+
+def check_room(config: DeployConfig) -> None:
+    """Raise ConfigError when the Ray that is connected has no room for all replicas; for one that will not grow."""
+    topology = _topology()
+    if config.engine.device == "cuda" and not any(node.num_gpus for node in topology.nodes):
+        raise ConfigError("engine.device = 'cuda': Ray knows no GPU here; use device=cpu", field="engine.device")
+    _, spec = plan(config, topology)
+    result = place(topology, spec, num_replicas=config.serving.num_replicas)
+    if isinstance(result, CannotPlace):
+        raise ConfigError(f"there is no room for this deployment: it {result.missing}", field="serving.num_replicas")
+
+
+def room_question(config: DeployConfig, app_name: str) -> Callable[[], str | None]:
+    """What asks the Ray that is connected why engine replicas wait for room; see `what_is_missing`."""
+    _, spec = plan(config, _topology())
+    return lambda: what_is_missing(spec, app_name, ENGINE)
+
+
+def _read_keys(file: Path) -> list[str]:
+    try:
+        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"api_key_file = {str(file)!r}: {error.strerror or error}", field="api_key_file") from None
+    if not keys:
+        raise ConfigError(f"api_key_file = {str(file)!r} holds no key", field="api_key_file")
+    return keys
+
+
+def _topology() -> Topology:
+    return discover() if ray.is_initialized() else Topology(())
+
+
+def _uses_gpus(engine: EngineConfig, topology: Topology) -> bool:
+    """Whether ranks ask Ray for GPUs."""
     if ":" in engine.device and engine.device.startswith("cuda"):
         raise ConfigError(
             f"engine.device = {engine.device!r}: Ray chooses the GPU of a replica; use device=cuda",
             field="engine.device",
         )
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1
-    if engine.device == "cuda" and ray.is_initialized() and not has_gpus:
-        raise ConfigError("engine.device = 'cuda': Ray knows no GPU here; use device=cpu", field="engine.device")
-    return int(engine.device == "cuda" or (engine.device == "auto" and has_gpus))
+    return engine.device == "cuda" or (engine.device == "auto" and any(node.num_gpus for node in topology.nodes))

@@ -18,6 +18,7 @@ from manta.engine.model_source import load_shape, resolve_model
 from . import demo_model
 from .config import DeployConfig
 from .processes import is_marked, open_files
+from .settings import Settings
 
 MIN_FREE_BYTES = 1_000_000_000
 """Ray logs and spills into its folder, and refuses to work on a full disk."""
@@ -109,6 +110,11 @@ def locate_profiles(config: DeployConfig, profiles_dir: Path) -> DeployConfig:
     if config.engine.scheduler.step_profiles is not None or not profiles_dir.is_dir():
         return config
     return with_overrides(config, {"engine.scheduler.step_profiles": str(profiles_dir)})
+
+
+def locate_all(config: DeployConfig, user: Settings) -> DeployConfig:
+    """The same deployment with paths for what has a name on this machine: the model, its tokenizer, its profiles."""
+    return locate_profiles(locate_model(config, user.models_dir), user.profiles_dir)
 
 
 def running_rays() -> list[int]:

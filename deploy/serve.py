@@ -7,10 +7,11 @@ abort_open_requests, engine_info) and the HTTP API. Knows no engine.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,18 +28,20 @@ from .checks import (
     check_joinable,
     check_port,
     established_connections,
-    locate_model,
-    locate_profiles,
+    locate_all,
     raise_file_limit,
     running_rays,
 )
 from .config import DeployConfig
 from .progress import Progress
 from .ray_local import LocalRay
+from .ray_node import own_labels
 from .settings import Settings
 
 APP_NAME = "manta"
 POLL_S = 0.1
+ROOM_PERIOD_S = 2.0
+"""How often it is asked what replicas wait for that have no room."""
 MIN_OPEN_FILES = 8192
 """The proxy holds two connections for each of its 4,096 clients at most."""
 
@@ -95,7 +98,7 @@ def serve(config: DeployConfig, user: Settings, console: Console) -> int:
     signals = StopSignals()
     signals.install()
     try:
-        config = locate_profiles(locate_model(config, user.models_dir), user.profiles_dir)
+        config = locate_all(config, user)
         if config.serving.ray_address is None:
             return _serve_alone(config, user, console, signals)
         return _serve_joined(config, console, signals)
@@ -118,8 +121,8 @@ def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals
             "other alone; to join it instead: --set serving.ray_address=auto",
             highlight=False,
         )
-    num_cpus = (os.cpu_count() or 1) + 2 * (config.serving.num_replicas + config.serving.num_edges)
-    local = LocalRay(num_cpus=num_cpus, use_haproxy=use_haproxy)
+    num_cpus = (os.cpu_count() or 1) + 2 * (config.serving.num_replicas * num_ranks(config) + config.serving.num_edges)
+    local = LocalRay(num_cpus=num_cpus, use_haproxy=use_haproxy, labels=own_labels())
     try:
         with Progress(console) as progress:
             progress.begin("Ray", f"in {local.folder}")
@@ -173,8 +176,10 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
     from ray import serve as ray_serve
     from ray.serve.schema import LoggingConfig
 
-    from .app import build_app
+    from .app import build_app, check_room, room_question
 
+    if config.serving.ray_address is None:
+        check_room(config)
     ray_local.quiet()
     logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
     ray_serve.start(
@@ -187,7 +192,7 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
     target = ray_serve.RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=logging_config)
     (handle,) = ray_serve.run_many([target], wait_for_applications_running=False)
     until = time.monotonic() + config.serving.startup_timeout_s
-    _wait_running(signals, progress, until)
+    _wait_running(signals, progress, until, room_question(config, APP_NAME))
     server = Server(config, handle)
     for name, seconds in server.startup_phases().items():
         progress.note(f"  {name}", seconds)
@@ -196,10 +201,20 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
     return server
 
 
-def _wait_running(signals: StopSignals, progress: Progress, until: float) -> None:
+def num_ranks(config: DeployConfig) -> int:
+    """Processes of one engine, as far as the configuration alone says."""
+    parallel = config.engine.parallel
+    sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
+def _wait_running(
+    signals: StopSignals, progress: Progress, until: float, what_is_missing: Callable[[], str | None]
+) -> None:
     """Until Serve says that every deployment is healthy. Raises EngineFailed with the reason a replica gave."""
     from ray import serve as ray_serve
 
+    missing, ask_at_s = None, time.monotonic() + ROOM_PERIOD_S
     while True:
         _raise_if_stopped(signals)
         application = ray_serve.status().applications[APP_NAME]
@@ -209,7 +224,13 @@ def _wait_running(signals: StopSignals, progress: Progress, until: float) -> Non
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or any("Traceback" in text for text in problems):
             raise EngineFailed(reason(problems))
         if time.monotonic() > until:
-            raise StartFailed("the application did not become ready within serving.startup_timeout_s")
+            why = "" if missing is None else f": a replica {missing}"
+            raise StartFailed(f"the application did not become ready within serving.startup_timeout_s{why}")
+        if time.monotonic() > ask_at_s:
+            before, missing = missing, what_is_missing()
+            if missing is not None and missing != before:
+                progress.say(f"A replica waits for room: it {missing}.")
+            ask_at_s = time.monotonic() + ROOM_PERIOD_S
         progress.detail(", ".join(f"{name} {_running(one)}" for name, one in application.deployments.items()))
         time.sleep(POLL_S)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from manta.cluster.discover import what_is_missing
+from manta.cluster.spec import GangSpec
 from manta.engine.config import EngineConfig, ModelConfig
 from manta.engine.model_source import resolve_model
 from manta.engine.stats import EngineInfo
@@ -20,6 +22,7 @@ from manta.engine.tokenizer import Tokenizer
 
 from .channel import Address, KeyPair
 from .channel_client import ChannelClient
+from .cluster_status import cluster_status
 from .edge.app import create_app
 from .edge.client import EdgeContext
 from .edge.membership import MEMBERSHIP, ServeDirectory
@@ -27,6 +30,7 @@ from .edge.router import ChannelRouter, RouterLimits
 from .held_calls import HeldCalls
 from .metrics import EdgeMetrics
 from .protocol import Frame
+from .room_watch import RoomWatch
 from .shard_group import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -36,19 +40,17 @@ INFO_WAIT_S = 5.0
 
 
 class EngineReplica:
-    """One engine: owns its shard group. Serve sees one `hold` call an edge that has streams here; requests and tokens
+    """One engine: owns its gang of ranks. Serve sees one `hold` call an edge that has streams here; requests and tokens
     travel over the channel."""
 
-    async def __init__(  # type: ignore[misc]
-        self, config: EngineConfig, keys: KeyPair, shard_resources: Mapping[str, float]
-    ) -> None:
+    async def __init__(self, config: EngineConfig, keys: KeyPair, spec: GangSpec) -> None:  # type: ignore[misc]
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._held = HeldCalls()
         self._group = ShardGroup(
             replica_id,
             config,
             keys.public,
-            resources=shard_resources,
+            spec=spec,
             placement_group=ray.util.get_current_placement_group(),
         )
         try:
@@ -78,7 +80,7 @@ class EngineReplica:
         await self._held.wait(edge_id)
 
     async def check_health(self) -> None:
-        """Raises when a shard is dead or hangs. ActorDiedError has this replica replaced at the first failure."""
+        """Raises when a rank is dead or hangs. ActorDiedError has this replica replaced at the first failure."""
         await self._group.check()
 
     def __del__(self) -> None:
@@ -102,6 +104,10 @@ class EdgeSettings:
     api_keys: tuple[str, ...]
     limits: RouterLimits
     request_timeout_s: float | None
+    spec: GangSpec
+    """Of every engine replica."""
+    num_replicas: int
+    """Engine replicas that there should be."""
 
 
 @serve.ingress()
@@ -128,7 +134,18 @@ class Edge:
             api_keys=settings.api_keys,
             observer=metrics,
             request_timeout_s=settings.request_timeout_s,
+            cluster_status=self._cluster_status,
         )
+        self._room = RoomWatch(
+            lambda: what_is_missing(settings.spec, engines.app_name, engines.deployment_name),
+            is_needed=lambda: len(MEMBERSHIP.ids) < settings.num_replicas,
+            tell=self._context.set_missing,
+        )
+        self._engines = (engines.app_name, engines.deployment_name, settings.spec)
+        self._watching = asyncio.get_running_loop().create_task(self._room.run())
+
+    async def _cluster_status(self) -> dict[str, Any]:
+        return msgspec.to_builtins(await cluster_status(*self._engines))
 
     def __serve_build_asgi_app__(self) -> Any:
         app = create_app(self._context)
