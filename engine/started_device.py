@@ -126,7 +126,7 @@ def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShap
     devices = devices_of_ranks(config.device, tp_size * pp_size)
     gang = LocalGang(config, tp_size=tp_size, pp_size=pp_size, devices=devices)
     try:
-        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, gang.close)
+        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, gang.wait)
         own = with_overrides(config, {"device": devices[0]})
         device = start_gang_device(own, source, shape, phases, seat)
         gang.watch_for(lambda: bool(getattr(device.runner, "is_waiting", False)))

@@ -101,10 +101,14 @@ class LocalGang:
 
         threading.Thread(target=end_if_stuck, name="manta-stuck", daemon=True).start()
 
-    def close(self) -> None:
-        """End the processes: give them time to end by themselves unless the gang is broken, then kill them."""
+    def wait(self) -> None:
+        """Let the processes end by themselves, as rank 0 has told them, and `close`."""
+        self.close(wait_s=0.0 if self._is_broken.is_set() else _END_S)
+
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """End the processes that are left after `wait_s`."""
         self.store_socket.close()
-        end_s = time.monotonic() + (0.0 if self._is_broken.is_set() else _END_S)
+        end_s = time.monotonic() + wait_s
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(subprocess.TimeoutExpired):

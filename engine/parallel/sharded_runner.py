@@ -47,6 +47,7 @@ class ShardedRunner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step on every rank. Raises EngineFailed when the gang is broken."""
+        self._watch.check()
         with self._waiting_for(plan, is_done=False):
             self._link.send(encode(plan), self._watch.check)
             own = self._own.launch(plan)

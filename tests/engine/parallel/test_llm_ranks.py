@@ -1,4 +1,4 @@
-"""The demo model over ranks, as LLM starts them: the tokens of one rank, whatever was asked for and however it was cut."""
+"""The demo model over ranks, as LLM starts them: the tokens of one rank, whatever is asked and however it is cut."""
 
 from __future__ import annotations
 
