@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 import time
 from collections.abc import Callable
@@ -126,9 +127,18 @@ def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShap
     devices = devices_of_ranks(config.device, tp_size * pp_size)
     gang = LocalGang(config, tp_size=tp_size, pp_size=pp_size, devices=devices)
     try:
-        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, gang.wait)
+
+        def on_closed() -> None:
+            gang.wait()
+            atexit.unregister(close)
+
+        def close() -> None:
+            device.runner.close()
+
+        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, on_closed)
         own = with_overrides(config, {"device": devices[0]})
         device = start_gang_device(own, source, shape, phases, seat)
+        atexit.register(close)  # a script need not close its engine: threads of the exchange end before the interpreter
         gang.watch_for(lambda: bool(getattr(device.runner, "is_waiting", False)))
         return device
     except BaseException:
