@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from manta.engine.errors import ConfigError
 
+from . import shared_sum
 from .place import RankPlace
 
 Backend = Literal["nccl", "gloo"]
@@ -142,8 +143,9 @@ def join_groups(
     """Meet all other ranks over `store` and connect to them; called once by every rank.
 
     `backend`: None takes NCCL on CUDA when every rank has a GPU of its own, else gloo (through the host). `address` is
-    this rank's own, at which the others reach it; None: the one that the host's name resolves to. Raises ConfigError
-    when the backend cannot work on the device.
+    this rank's own, at which the others reach it; None: the one that the host's name resolves to. Ranks of a stage with
+    the same address on the CPU share memory for their sums. Raises ConfigError when the backend cannot work on the
+    device.
     """
     if place.world_size == 1:
         return Groups(place, backend or "gloo", None, None, None)
@@ -159,7 +161,11 @@ def join_groups(
     everyone = HostGroup(place, joined("everyone", range(place.world_size), "gloo", host))
     tensor = stages = None
     if place.tp_size > 1:
-        tensor = TensorGroup(place, joined("tensor", place.stage_ranks, chosen, device))
+        all_reduce = None
+        if shared_sum.can_share(device) and _is_one_node(place, store, address):
+            part = PrefixStore(f"sum/{place.stage_ranks[0]}", store)
+            all_reduce = shared_sum.SharedSum(place.tp_rank, place.tp_size, part)
+        tensor = TensorGroup(place, joined("tensor", place.stage_ranks, chosen, device), all_reduce)
     if place.pp_size > 1:
         column = range(place.tp_rank, place.world_size, place.tp_size)
         stages = StageLinks(place, joined("stages", column, chosen, device))
@@ -232,6 +238,13 @@ class Exchange:
     def _give_back(self, held: torch.Tensor, x: torch.Tensor) -> None:
         if self._is_staged:
             x.copy_(held)
+
+
+def _is_one_node(place: RankPlace, store: Store, address: str | None) -> bool:
+    """Whether all ranks of the stage have the same address."""
+    store.set(f"address/{place.rank}", address or "")
+    addresses = {store.get(f"address/{rank}").decode() for rank in place.stage_ranks}
+    return len(addresses) == 1 and "" not in addresses
 
 
 def _devices(place: RankPlace, store: Store, device: torch.device) -> list[str]:

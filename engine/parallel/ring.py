@@ -9,14 +9,14 @@ wakes all readers. Knows not what the messages mean.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
-import platform
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from . import futex
 
 SLICE_S = 0.2
 """Longest wait between two looks at whether the other side still lives."""
@@ -26,16 +26,7 @@ _LINE = 64
 _LENGTH = struct.Struct("<Q")
 """Before a slot's bytes: bytes of the message that are still to come, its own among them."""
 
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 202)
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
 _WRAP = 2**32
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _TimeSpec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ class RingWriter(_Ring):
             start += _LENGTH.size
             self._memory[start : start + size] = data[first : first + size]
             self._written.value = (self._written.value + 1) % _WRAP
-            _wake(self._written)
+            futex.wake(self._written)
             left -= size
             if not left:
                 return
@@ -114,7 +105,7 @@ class RingWriter(_Ring):
             check()
             self._writer_waits.value = 1
             # A reader that goes on between the two lines may miss that somebody waits: the wait is short.
-            _wait(read, seen, min(SLICE_S, 0.02))
+            futex.wait(read, seen, min(SLICE_S, 0.02))
             self._writer_waits.value = 0
 
 
@@ -150,7 +141,7 @@ class RingReader(_Ring):
         data = self._memory[start : start + size]
         self._mine.value = (self._mine.value + 1) % _WRAP
         if self._writer_waits.value:
-            _wake(self._mine)
+            futex.wake(self._mine)
         return data
 
     def _wait(self, timeout_s: float) -> bool:
@@ -162,27 +153,10 @@ class RingReader(_Ring):
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return False
-            _wait(self._written, mine, left_s)
+            futex.wait(self._written, mine, left_s)
         return True
 
 
 def ring_bytes(address: RingAddress) -> int:
     """Size of the shared memory."""
     return _LINE * (2 + address.num_readers) + address.num_slots * (_LENGTH.size + address.slot_bytes)
-
-
-def _wait(word: ctypes.c_uint32, value: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes `word`, unless it is not `value` any more; at most `timeout_s`."""
-    seconds = int(timeout_s)
-    timeout = _TimeSpec(seconds, int((timeout_s - seconds) * 1e9))
-    _futex(word, _FUTEX_WAIT, value, ctypes.byref(timeout))
-
-
-def _wake(word: ctypes.c_uint32) -> None:
-    _futex(word, _FUTEX_WAKE, _EVERYBODY, None)
-
-
-def _futex(word: ctypes.c_uint32, operation: int, value: int, timeout: object) -> None:
-    failed = _libc.syscall(_SYS_FUTEX, ctypes.byref(word), operation, ctypes.c_uint32(value), timeout, None, 0)
-    if failed == -1 and ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-        raise OSError(ctypes.get_errno(), "futex")

@@ -22,6 +22,7 @@ def on_ranks(
     tp_size: int = 1,
     pp_size: int = 1,
     device: torch.device | None = None,
+    is_one_node: bool = True,
 ) -> list[T]:
     """Call `work` on every rank at once. Returns the results by rank; raises the error of the lowest that failed."""
     store = HashStore()
@@ -31,7 +32,8 @@ def on_ranks(
     def run(rank: int) -> None:
         place = RankPlace(rank, tp_size, pp_size)
         try:
-            groups = join_groups(place, store, device=device or torch.device("cpu"), address="127.0.0.1")
+            address = "127.0.0.1" if is_one_node else f"127.0.0.{rank + 1}"
+            groups = join_groups(place, store, device=device or torch.device("cpu"), address=address)
             found[rank] = work(place, groups)
         except BaseException as error:
             errors[rank] = error

@@ -9,20 +9,23 @@ from torch.distributed import HashStore
 from manta.engine.errors import ConfigError
 from manta.engine.parallel.groups import Groups, join_groups
 from manta.engine.parallel.place import RankPlace
+from manta.engine.parallel.shared_sum import SharedSum
 from tests.engine.parallel.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("is_one_node", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_of_a_stage_have_the_same_sum_in_place(dtype: torch.dtype):
+def test_ranks_of_a_stage_have_the_same_sum_in_place(dtype: torch.dtype, is_one_node: bool):
     def work(place: RankPlace, groups: Groups) -> torch.Tensor:
         assert groups.tensor is not None
         x = torch.arange(6, dtype=dtype).view(2, 3) * (place.tp_rank + 1) + place.pp_rank
+        assert isinstance(groups.tensor.all_reduce_, SharedSum) == is_one_node
         groups.tensor.all_reduce_(x)
         return x
 
-    found = on_ranks(work, tp_size=3, pp_size=2)
+    found = on_ranks(work, tp_size=3, pp_size=2, is_one_node=is_one_node)
     for pp_rank in range(2):
         expected = torch.arange(6, dtype=dtype).view(2, 3) * 6 + 3 * pp_rank
         for x in found[3 * pp_rank : 3 * pp_rank + 3]:
