@@ -17,6 +17,7 @@ from rich.table import Table
 from manta.engine.config import EngineConfig
 from manta.engine.core import EngineCore
 from manta.engine.errors import ConfigError, EngineFailed
+from manta.engine.loop_gc import LoopGc
 from manta.engine.request import EngineRequest, SamplingParams
 
 from .drive import describe_engine, drive, prepare, start
@@ -61,10 +62,11 @@ def run(
     try:
         prepare(core)
         scenes = Scenes(core, record)
-        traces = [scenes.decode(batch) for batch in batch_sizes if batch <= core.info.max_num_seqs]
-        traces += [scenes.prefill(length) for length in prefill_lens if length < core.info.max_model_len]
-        if num_requests:
-            traces += scenes.mix(num_requests)
+        with LoopGc():  # as in the step loop of a replica
+            traces = [scenes.decode(batch) for batch in batch_sizes if batch <= core.info.max_num_seqs]
+            traces += [scenes.prefill(length) for length in prefill_lens if length < core.info.max_model_len]
+            if num_requests:
+                traces += scenes.mix(num_requests)
         report = Report(
             "trace",
             model=describe_engine(config, core.info),
@@ -209,7 +211,7 @@ def kernel_table(trace: Trace, *, most_kernels: int = 20) -> Table:
         f"{100 * sum(timeline.long_gaps_us) / timeline.wall_us:.2f} %"
     )
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("kernel", max_width=70, no_wrap=True)
+    table.add_column("kernel", max_width=44, no_wrap=True)
     for column in ("a step", "us a step", "%"):
         table.add_column(column, justify="right")
     for section in (timeline.kinds, timeline.kernels[:most_kernels]):

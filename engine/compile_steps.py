@@ -50,7 +50,8 @@ def compile_steps(
         kinds += [(StepKind(Draw.GREEDY, shares_prefix=True), size) for size in decode_sizes if size >= 16]
     # The longest prefill first: its attention takes longest to compile.
     with compiling_only(os.cpu_count() or 1):
-        _prefill(first, layout, state, 1, max_num_tokens, device)
+        length = min(max_num_tokens, max_model_len)
+        _prefill(first, layout, state, -(-max_num_tokens // length), length, device)
         for kind, size in kinds:
             buffers = DecodeBuffers(size, no_slot=max_num_seqs, device=device)
             for tensor in buffers.upload.tensors.values():

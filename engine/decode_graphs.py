@@ -41,6 +41,7 @@ class DecodeGraphs:
         self._buffers: dict[int, DecodeBuffers] = {}
         self._steps: dict[tuple[int, StepKind], Callable[[], DecodeOutputs]] = {}
         self._capture = capture
+        self._logits: torch.Tensor | None = None
 
     def buffers_for(self, num_rows: int) -> DecodeBuffers:
         """Those of the smallest size that holds so many rows."""
@@ -64,6 +65,7 @@ class DecodeGraphs:
                 state=self._state,
                 block_size=self._block_size,
                 decodes_as_prefills=self._decodes_as_prefills,
+                logits=self._logits_place() if kind.draw is Draw.LOGITS else None,
             )
             self._steps[key] = step.run if self._capture is None else self._captured(self._capture, step, buffers)
         return self._steps[key]
@@ -74,6 +76,13 @@ class DecodeGraphs:
             if (size, StepKind(draw)) not in self._steps:
                 self.step_for(self.buffers_for(size), StepKind(draw))
                 yield
+
+    def _logits_place(self) -> torch.Tensor:
+        """Of all steps that leave logits; few deployments have any."""
+        if self._logits is None:
+            size = (self._sizes[-1], self._model.shape.vocab_size)
+            self._logits = torch.empty(size, dtype=self._model.dtype, device=self._device)
+        return self._logits
 
     def _captured(self, capture: GraphCapture, step: DecodeStep, buffers: DecodeBuffers) -> Callable[[], DecodeOutputs]:
         buffers.clear()

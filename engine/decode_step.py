@@ -54,8 +54,8 @@ class StepKind:
 class DecodeOutputs:
     """At a fixed place on the device: the next step of any size may overwrite them."""
 
-    logits: torch.Tensor  # [padded rows, vocab]
-    token_ids: torch.Tensor | None  # [padded rows] int64; None with Draw.LOGITS
+    logits: torch.Tensor | None = None  # [padded rows, vocab], with Draw.LOGITS
+    token_ids: torch.Tensor | None = None  # [padded rows] int64, with the others
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -116,7 +116,11 @@ class DecodeStep:
         state: SlotState,
         block_size: int,
         decodes_as_prefills: bool,
+        logits: torch.Tensor | None = None,
     ) -> None:
+        """`logits` [at least the padded rows, vocab]: where Draw.LOGITS leaves them, one place for graphs of all sizes.
+        What a graph returned would stay alive with it."""
+        self._logits = logits
         self._kind = kind
         self._buffers = buffers
         self._model = model
@@ -138,7 +142,8 @@ class DecodeStep:
         hidden = self._model.forward(inputs.token_ids, self._batch, self._caches)
         logits = self._model.logits(hidden)
         if self._kind.draw is Draw.LOGITS:
-            return DecodeOutputs(logits, None)
+            assert self._logits is not None
+            return DecodeOutputs(logits=self._logits[: len(logits)].copy_(logits))
         if self._kind.draw is Draw.GREEDY:
             token_ids = argmax(logits)
         else:
@@ -154,7 +159,7 @@ class DecodeStep:
                 need_filter=self._kind.draw is Draw.FILTERED,
             )
         state.last_token_ids.index_copy_(0, inputs.slots, token_ids)
-        return DecodeOutputs(logits, token_ids)
+        return DecodeOutputs(token_ids=token_ids)
 
     def _attention_batch(self) -> AttentionBatch:
         buffers, inputs = self._buffers, self._buffers.inputs

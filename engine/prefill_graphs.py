@@ -81,6 +81,8 @@ class PrefillGraphs:
         layout |= dict.fromkeys(("prefill_lens", "prefill_rows"), (np.int32, MAX_PREFILLS + 1))
         layout |= {"query_start": (np.int32, MAX_PREFILLS + 2)}
         self._upload = FixedUpload(layout, device)
+        # One place for all graphs: what each returned would stay alive with it.
+        self._residual = torch.empty((most, model.shape.hidden_size), dtype=model.dtype, device=device)
         if device.type == "cuda":  # they were filled on this thread's stream, steps run on the lane's
             torch.cuda.current_stream(device).synchronize()
         self._graphs: dict[int, Callable[[], torch.Tensor]] = {}
@@ -132,12 +134,13 @@ class PrefillGraphs:
                 tensors["prefill_rows"],
                 tensors["prefill_lens"],
                 tensors["query_start"],
-                max_query_len=size,
+                max_query_len=min(size, longest),
                 max_seq_len=longest,
                 first_token=0,
             ),
         )
-        return lambda: self._model.forward(tensors["token_ids"][:size], batch, self._caches)
+        residual = self._residual[:size]
+        return lambda: residual.copy_(self._model.forward(tensors["token_ids"][:size], batch, self._caches))
 
     def _clear(self) -> None:
         """Nothing but padding on the device, for a run that only compiles and allocates."""

@@ -78,17 +78,23 @@ def measure_graph_bytes(
         block_size=layout.block_size,
         decodes_as_prefills=False,
     )
-    prefills = PrefillGraphs(
-        model,
-        caches,
-        state,
-        max_num_seqs=max_num_seqs,
-        max_num_tokens=max_padded_tokens,
-        block_size=layout.block_size,
-        capture=None,
-        device=device,
-    )
-    return sum(_held_bytes(run, device) for run in (step.run, prefills.run_largest))
+
+    def run_prefills() -> PrefillGraphs:
+        prefills = PrefillGraphs(
+            model,
+            caches,
+            state,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_padded_tokens,
+            block_size=layout.block_size,
+            capture=None,
+            device=device,
+        )
+        prefills.run_largest()
+        return prefills
+
+    left_logits = max_num_seqs * model.shape.vocab_size * model.dtype.itemsize
+    return left_logits + sum(_held_bytes(run, device) for run in (step.run, run_prefills))
 
 
 def _held_bytes(run: Callable[[], object], device: torch.device) -> int:

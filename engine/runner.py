@@ -178,6 +178,7 @@ class ModelRunner:
             if outputs.token_ids is not None:
                 return Outcome(Sampled(outputs.token_ids[:num_rows], None))
             tensors = upload(wanted | {"sample_slots": slots}, self._device)
+            assert outputs.logits is not None
             return Outcome(self._sample(outputs.logits[:num_rows], sampling, tensors))
 
         def finish(outcome: Outcome) -> StepResult:

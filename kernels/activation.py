@@ -35,18 +35,22 @@ def _silu_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, inter, INTERLEAVE
     tl.store(out_ptr + pid_token * inter + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(gate_up: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Return silu(gate) * up for `gate_up` [tokens, 2 * inter]; rows may have a stride.
+def silu_and_mul(gate_up: torch.Tensor, *, interleaved: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return silu(gate) * up for `gate_up` [tokens, 2 * inter], in `out` [tokens, inter] where given; rows of `gate_up`
+    may have a stride.
 
     The gate comes first, or, when `interleaved`, column 2 i belongs to the gate and column 2 i + 1 to up.
     """
     if not runtime.use_triton(gate_up):
-        return silu_and_mul_reference(gate_up, interleaved=interleaved)
+        result = silu_and_mul_reference(gate_up, interleaved=interleaved)
+        return result if out is None else out.copy_(result)
     num_tokens, width = gate_up.shape
     inter = width // 2
     assert gate_up.stride(1) == 1
     assert width % 2 == 0
-    out = torch.empty((num_tokens, inter), dtype=gate_up.dtype, device=gate_up.device)
+    if out is None:
+        out = torch.empty((num_tokens, inter), dtype=gate_up.dtype, device=gate_up.device)
+    assert out.is_contiguous()
     if num_tokens:
         block = min(2048, triton.next_power_of_2(inter))
         grid = (num_tokens, triton.cdiv(inter, block))

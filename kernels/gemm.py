@@ -145,11 +145,12 @@ def gemm(
     tiles: GemmTiles,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x W^T + b for `x` [M, K] and `weight` [N, K] of 16 bits that `can_tile`, accumulated in fp32.
 
-    `gated` and `residual` [M, N] as in `gemv`. The same inputs give the same bits in each run; with the same `tiles` a
-    row gives the same bits in each batch. Specification: `gemv_reference`.
+    `gated` and `residual` [M, N] as in `gemv`; without a residual the result goes to `out` where that is given. The
+    same inputs give the same bits in each run; with the same `tiles` a row gives the same bits in each batch. Specification: `gemv_reference`.
     """
     num_rows, k_size = x.shape
     n_size = weight.shape[0]
@@ -157,7 +158,7 @@ def gemm(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     assert can_tile(x, n_size), f"the tiled product needs sizes that are multiples of 16, not {n_size} x {k_size}"
-    out = residual
+    out = out if residual is None else residual
     if out is None:
         out = torch.empty((num_rows, n_size // 2 if gated else n_size), dtype=x.dtype, device=x.device)
     num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(n_size, tiles.block_n)

@@ -7,6 +7,9 @@ Which kernel computes it, and how, is a function of the shape and the number of 
 - 2 to 64 rows: `gemm_skinny`, K split until the device is full;
 - more: the library (cuBLAS) with norm and activation kernels of their own.
 
+A table may also bound the rows of one launch: more are computed piece by piece, so that what programs share stays in
+the L2 cache.
+
 fp32, and everything on CPU, takes the plain composition.
 """
 
@@ -31,6 +34,8 @@ from .rmsnorm import rms_norm
 
 Tiles = GemvTiles | SkinnyTiles | GemmTiles
 _KERNELS: dict[str, Any] = {"gemv": GemvTiles, "skinny": SkinnyTiles, "tiled": GemmTiles}
+_PIECE_MULTIPLE = 128
+"""Rows: a tile's."""
 
 
 def linear(
@@ -43,7 +48,7 @@ def linear(
     """
     if not _has_kernels(x):
         return functional.linear(x, weight, bias)
-    return apply(choose("plain", x, weight, deterministic=deterministic), x, weight, bias)
+    return _by_pieces("plain", x, weight, bias, deterministic=deterministic)
 
 
 def norm_linear(
@@ -58,8 +63,7 @@ def norm_linear(
     """Return rms_norm(x) W^T + b [M, N] for `x` [M, K], `norm_weight` [K] and `weight` [N, K]."""
     if not _has_kernels(x):
         return functional.linear(rms_norm(x, norm_weight, eps), weight, bias)
-    tiles = choose("plain", x, weight, deterministic=deterministic)
-    return apply(tiles, x, weight, bias, norm_weight=norm_weight, eps=eps)
+    return _by_pieces("plain", x, weight, bias, norm_weight=norm_weight, eps=eps, deterministic=deterministic)
 
 
 def norm_gated_linear(
@@ -74,8 +78,7 @@ def norm_gated_linear(
     """Return silu(gate) * up [M, N / 2] of rms_norm(x) W^T + b; rows 2 i and 2 i + 1 of `weight` are gate and up."""
     if not _has_kernels(x):
         return silu_and_mul(functional.linear(rms_norm(x, norm_weight, eps), weight, bias), interleaved=True)
-    tiles = choose("gated", x, weight, deterministic=deterministic)
-    return apply(tiles, x, weight, bias, norm_weight=norm_weight, eps=eps, gated=True)
+    return _by_pieces("gated", x, weight, bias, norm_weight=norm_weight, eps=eps, deterministic=deterministic)
 
 
 def linear_add(
@@ -90,7 +93,36 @@ def linear_add(
     if not _has_kernels(x):
         residual.add_(functional.linear(x, weight, bias))
     else:
-        apply(choose("add", x, weight, deterministic=deterministic), x, weight, bias, residual=residual)
+        _by_pieces("add", x, weight, bias, residual=residual, deterministic=deterministic)
+
+
+def _by_pieces(
+    kind: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    deterministic: bool,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    num_rows, (n_size, k_size) = x.shape[0], weight.shape
+    around: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "gated": kind == "gated"}
+    most = plan(kind, n_size, k_size, x.device).piece
+    if most is None or num_rows <= most:
+        tiles = choose(kind, x, weight, deterministic=deterministic)
+        return apply(tiles, x, weight, bias, residual=residual, **around)
+    out = residual
+    if out is None:
+        out = torch.empty((num_rows, n_size // 2 if kind == "gated" else n_size), dtype=x.dtype, device=x.device)
+    size = triton.cdiv(triton.cdiv(num_rows, triton.cdiv(num_rows, most)), _PIECE_MULTIPLE) * _PIECE_MULTIPLE
+    for begin in range(0, num_rows, size):
+        part = slice(begin, begin + size)
+        tiles = choose(kind, x[part], weight, deterministic=deterministic)
+        own = None if residual is None else residual[part]
+        apply(tiles, x[part], weight, bias, residual=own, out=out[part], **around)
+    return out
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
@@ -107,12 +139,16 @@ def apply(
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The layer by one given kernel, None for the library; 16-bit types on the device. Specification: `gemv_reference`.
 
+    `out` [M, N], or half as wide when `gated`: where the result goes; with `residual` it goes there. Only the kernels
+    of many rows take it.
     What a kernel has not fused is rounded to x's type in between: the normalized x except in `gemv`, and with the
     library the gate and up.
     """
+    assert out is None or not isinstance(tiles, GemvTiles | SkinnyTiles)
     if isinstance(tiles, GemvTiles):
         return gemv(x, weight, bias, tiles=tiles, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual)
     if norm_weight is not None:
@@ -120,13 +156,18 @@ def apply(
     if isinstance(tiles, SkinnyTiles):
         return gemm_skinny(x, weight, bias, tiles=tiles, gated=gated, residual=residual)
     if isinstance(tiles, GemmTiles):
-        return gemm(x, weight, bias, tiles=tiles, gated=gated, residual=residual)
+        return gemm(x, weight, bias, tiles=tiles, gated=gated, residual=residual, out=out)
     if residual is not None:
         if bias is not None:
             residual.add_(bias)
         return torch.addmm(residual, x, weight.t(), out=residual)
-    out = functional.linear(x, weight, bias)
-    return silu_and_mul(out, interleaved=True) if gated else out
+    if gated:
+        return silu_and_mul(functional.linear(x, weight, bias), interleaved=True, out=out)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 @dataclass(frozen=True)
@@ -135,6 +176,8 @@ class Plan:
 
     rows: tuple[int, ...]
     tiles: tuple[Tiles | None, ...]
+    piece: int | None = None
+    """Most rows of one launch."""
 
     def tiles_for(self, num_rows: int) -> Tiles | None:
         return self.tiles[bisect_left(self.rows, num_rows)]
@@ -161,12 +204,15 @@ def plan(kind: str, n_size: int, k_size: int, device: torch.device) -> Plan:
 
 
 def parse_plan(entries: Sequence[Mapping[str, Any]]) -> Plan:
-    """A plan from its JSON form: {"rows": up to how many, "kernel": name, and its tiles}, the last without `rows`."""
+    """A plan from its JSON form: {"rows": up to how many, "kernel": name, and its tiles}, the last without `rows`, but
+    possibly with `piece`."""
     tiles: list[Tiles | None] = []
     for entry in entries:
-        sizes = {name: size for name, size in entry.items() if name not in ("rows", "kernel")}
+        sizes = {name: size for name, size in entry.items() if name not in ("rows", "kernel", "piece")}
         tiles.append(None if entry["kernel"] == "library" else _KERNELS[entry["kernel"]](**sizes))
-    return Plan(tuple(entry["rows"] for entry in entries[:-1]), tuple(tiles))
+    piece = entries[-1].get("piece")
+    assert piece is None or piece % _PIECE_MULTIPLE == 0
+    return Plan(tuple(entry["rows"] for entry in entries[:-1]), tuple(tiles), piece)
 
 
 def kernel_name(tiles: Tiles | None) -> str:

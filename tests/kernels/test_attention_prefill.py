@@ -174,7 +174,7 @@ def test_graph_serves_other_batches(plan: PrefillPlan, device: torch.device) -> 
     blocks = max(len(batch.key_cache) for batch in batches)
     caches = torch.full((2, blocks, 64, 8, 128), torch.nan, dtype=BF16, device=device)
     q = torch.zeros(700, 32, 128, dtype=BF16, device=device)
-    table = torch.zeros(8, 16, dtype=torch.int32, device=device)
+    table = torch.zeros(8, 24, dtype=torch.int32, device=device)
     query_start = torch.zeros(9, dtype=torch.int32, device=device)
     seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
     out = torch.full((700, 32, 128), torch.nan, dtype=BF16, device=device)

@@ -15,6 +15,8 @@ from manta.kernels.gemm_skinny import SkinnyTiles
 from manta.kernels.gemv import GemvTiles, gemv_reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+RELATIVE_ERROR = {torch.float32: 1e-5, torch.float16: 8e-4, torch.bfloat16: 6e-3}
+"""Of a whole result."""
 EPS = 1e-5
 gpu = pytest.mark.gpu
 
@@ -93,7 +95,12 @@ def test_layers(
     some_bias = bias if has_bias else None
     expected = expected_of(layer, x, weight, some_bias, norm_weight, residual)
     actual = layer(x, weight, some_bias, norm_weight, residual, False)
-    assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    # With the library also the normalized x, gate and up, or residual and bias are rounded: of a few million elements
+    # the worst is then up to 1.5 times as far off.
+    tolerance = (2 if rows > 64 else 1) * TOLERANCE[dtype]
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    difference = (actual.float() - expected.float()).norm()
+    assert difference <= RELATIVE_ERROR[dtype] * expected.float().norm()
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -176,3 +183,27 @@ def test_shipped_plans_are_whole() -> None:
             t for t, rows in zip(plan.tiles, plan.rows, strict=False) if isinstance(t, SkinnyTiles) and rows > 256
         ]
         assert not isinstance(plan.tiles[-1], GemvTiles | SkinnyTiles)
+
+
+@pytest.mark.parametrize("kernel", ["library", "tiled"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_many_rows_are_computed_piece_by_piece(
+    layer: Layer, has_bias: bool, kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = GemmTiles(128, 64, 64, 4, 2) if kernel == "tiled" else None
+    seen: list[int] = []
+    apply = linear.apply
+
+    def noted(tiles, x, *others, **options):
+        seen.append(len(x))
+        return apply(tiles, x, *others, **options)
+
+    monkeypatch.setattr(linear, "apply", noted)
+    monkeypatch.setattr(linear, "plan", lambda *_: linear.Plan((), (tiles,), piece=256))
+    x, weight, bias, norm_weight, residual = draw(500, 96, 64, torch.bfloat16, device)
+    some_bias = bias if has_bias else None
+    actual = layer(x, weight, some_bias, norm_weight, residual, False)
+    expected = expected_of(layer, x, weight, some_bias, norm_weight, residual)
+    assert seen == [256, 244]
+    assert_close(actual, expected, rtol=4e-2, atol=4e-2)
