@@ -129,6 +129,29 @@ def schedule_command(
     policies.run(config, gpu=gpu, num_requests=num_requests, json_path=json, console=_console())
 
 
+@bench_app.command("step-plan")
+def step_plan_command(
+    tp: Annotated[int, typer.Option("--tp", help="Ranks, each a process of this machine.")] = 2,
+    num_requests: Annotated[int, typer.Option("--requests", min=1, help="Running requests, which all decode.")] = 256,
+    num_steps: Annotated[int, typer.Option("--steps", min=1)] = 500,
+    num_nodes: Annotated[
+        int, typer.Option("--nodes", min=1, help="Nodes that the ranks stand for; others are reached as by network.")
+    ] = 1,
+    json: Json = None,
+) -> None:
+    """Measure how long a step's plan takes from rank 0's scheduler to the other ranks. Needs no GPU."""
+    from manta.bench import step_plan
+
+    step_plan.run(
+        num_ranks=tp,
+        num_requests=num_requests,
+        num_steps=num_steps,
+        num_nodes=num_nodes,
+        json_path=json,
+        console=_console(),
+    )
+
+
 @bench_app.command("serving")
 def serving_command(
     url: Annotated[str | None, typer.Option("--url", help="Address of the server; default: $MANTA_URL.")] = None,
