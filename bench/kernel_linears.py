@@ -9,6 +9,7 @@ all timings; then it compares tiles for the deterministic mode.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import time
@@ -32,6 +33,8 @@ from .kernel_timing import MODELS, Line, ModelShape, Peaks, line_of, measure_pea
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TUNED_ROWS = (1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, 1024, 32), 1024, 2048, 4096, 8192)
 """As decode steps are padded: what the library takes changes from one number of rows to the next."""
+PIECED_ROWS, PIECES = 8192, (2048, 4096)
+SUSTAINED_S = 0.4
 HEAD_ROWS = 512
 """More rows than these never want logits at once."""
 DETERMINISTIC_ROWS = (1, 16, 64, 256, 2048)
@@ -105,6 +108,30 @@ class Operands:
     ) -> torch.Tensor:
         gated = self.layer.kind == "gated"
         return linear.apply(tiles, x, weight, norm_weight=self._norm_weight, eps=EPS, gated=gated, residual=residual)
+
+    def pieced_call(self, plan: linear.Plan, rows: int, size: int) -> Callable[[], None]:
+        """The layer of `rows` rows, `size` of them at a time; the next copy of the weight with each call."""
+        out_size = self.layer.out_size
+        out = torch.empty((rows, out_size), dtype=self._x.dtype, device=self._x.device)
+        residual = None if self._residual is None else self._residual[:rows].clone()
+        weights = itertools.cycle(self._weights)
+
+        def call() -> None:
+            weight = next(weights)
+            for begin in range(0, rows, size):
+                part = slice(begin, begin + size)
+                linear.apply(
+                    plan.tiles_for(size),
+                    self._x[part],
+                    weight,
+                    norm_weight=self._norm_weight,
+                    eps=EPS,
+                    gated=self.layer.kind == "gated",
+                    residual=None if residual is None else residual[part],
+                    out=out[part],
+                )
+
+        return call
 
     def expected(self, rows: int) -> torch.Tensor:
         """What `first` of the results should be, from fp32."""
@@ -191,6 +218,8 @@ def tune(peaks: Peaks, device: torch.device, timings: list[dict[str, Any]] | Non
             found = measure(operands, rows, failed, device, winners[-1] if winners else None, timings)
             winners.append(found)
         table[key] = entries_of(buckets[key], winners)
+        if layer.name != "head":
+            table[key][-1] |= {"piece": piece} if (piece := best_piece(operands, table[key])) else {}
         print(f"{key}: {time.monotonic() - begin:.0f} s", flush=True)
         del operands
         torch.cuda.empty_cache()
@@ -255,6 +284,36 @@ def entries_of(buckets: Sequence[int], winners: Sequence[linear.Tiles | None]) -
     else:
         del entries[-1]["rows"]
     return entries
+
+
+def best_piece(operands: Operands, entries: Sequence[dict[str, Any]]) -> int | None:
+    """Rows of one launch with which `PIECED_ROWS` rows take the least time; None when all at once is within 1 %.
+
+    Each way runs for a while without a pause: a GPU at full load lowers its clock, and what saves traffic saves power.
+    """
+    plan = linear.parse_plan(entries)
+    found = {size: sustained_us(operands.pieced_call(plan, PIECED_ROWS, size)) for size in (PIECED_ROWS, *PIECES)}
+    print(f"{operands.layer.name:8}{PIECED_ROWS} rows by pieces: {found}", flush=True)
+    size = min(found, key=lambda size: found[size])
+    return size if found[size] < 0.99 * found[PIECED_ROWS] else None
+
+
+def sustained_us(call: Callable[[], None]) -> float:
+    """Microseconds of one call, among as many as fill `SUSTAINED_S`, the first third left out."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    count = max(3, int(SUSTAINED_S * 1e3 / begin.elapsed_time(end)))
+    for index in range(count):
+        if index == count // 3:
+            begin.record()
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / (count - count // 3)
 
 
 def variant(layer: Layer, rows: int, tiles: linear.Tiles) -> str:

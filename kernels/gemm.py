@@ -150,7 +150,8 @@ def gemm(
     """Return x W^T + b for `x` [M, K] and `weight` [N, K] of 16 bits that `can_tile`, accumulated in fp32.
 
     `gated` and `residual` [M, N] as in `gemv`; without a residual the result goes to `out` where that is given. The
-    same inputs give the same bits in each run; with the same `tiles` a row gives the same bits in each batch. Specification: `gemv_reference`.
+    same inputs give the same bits in each run; with the same `tiles` a row gives the same bits in each batch.
+    Specification: `gemv_reference`.
     """
     num_rows, k_size = x.shape
     n_size = weight.shape[0]
