@@ -28,21 +28,26 @@ def on_ranks(
     store = HashStore()
     found: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
+    ended = threading.Condition()
 
     def run(rank: int) -> None:
         place = RankPlace(rank, tp_size, pp_size)
         try:
             address = "127.0.0.1" if is_one_node else f"127.0.0.{rank + 1}"
             groups = join_groups(place, store, device=device or torch.device("cpu"), address=address)
-            found[rank] = work(place, groups)
-        except BaseException as error:
-            errors[rank] = error
+            result, error = {rank: work(place, groups)}, {}
+        except BaseException as raised:
+            result, error = {}, {rank: raised}
+        with ended:
+            found.update(result)
+            errors.update(error)
+            ended.notify_all()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(tp_size * pp_size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S if not errors else 1.0)
+    with ended:  # ranks that wait for one that failed would wait for long
+        ended.wait_for(lambda: errors or len(found) == len(threads), TIMEOUT_S)
     if errors:
         raise errors[min(errors)]
     assert len(found) == len(threads), f"ranks {sorted(set(range(len(threads))) - set(found))} did not end"
