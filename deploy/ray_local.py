@@ -133,7 +133,7 @@ class LocalRay:
 
 def join(address: str) -> None:
     """Connect this process to a running Ray. Raises RayFailed."""
-    settings.export({"RAY_USAGE_STATS_ENABLED": "0"})
+    settings.export({"RAY_USAGE_STATS_ENABLED": "0", **settings.ray_authentication()})
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and "/" not in address:  # Ray itself would try for minutes
         try:

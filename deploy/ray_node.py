@@ -131,10 +131,14 @@ def check_token(*, is_head: bool) -> str | None:
 
 
 def start(options: NodeOptions) -> None:
-    """Run `ray start`; with `block`, until it ends. Raises NodeFailed."""
+    """Run `ray start`. With `block` this process becomes it, and does not return. Raises NodeFailed."""
     use_haproxy = ray_local.haproxy_runs()
-    environment = node_environment(use_haproxy=use_haproxy, num_cpus=options.num_cpus or os.cpu_count() or 1)
+    environment = settings.inherited(
+        node_environment(use_haproxy=use_haproxy, num_cpus=options.num_cpus or os.cpu_count() or 1)
+    )
     command = [sys.executable, "-m", "ray.scripts.scripts", *ray_start_arguments(options)]
-    code = subprocess.call(command, env=settings.inherited(environment))
+    if options.block:
+        os.execve(sys.executable, command, environment)
+    code = subprocess.call(command, env=environment)
     if code:
         raise NodeFailed(f"`ray {' '.join(command[3:])}` ended with code {code}")

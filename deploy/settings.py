@@ -64,6 +64,12 @@ def has_ray_token(environ: Mapping[str, str] | None = None) -> bool:
     return (Path(path) if path else RAY_TOKEN_FILE).expanduser().is_file()
 
 
+def ray_authentication(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What makes this process show its token to the Ray that it joins: Ray itself does so only when it is told."""
+    environ = os.environ if environ is None else environ
+    return {"RAY_AUTH_MODE": "token"} if "RAY_AUTH_MODE" not in environ and has_ray_token(environ) else {}
+
+
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for this process and the processes that it starts."""
     os.environ.update(variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -95,3 +96,18 @@ def test_a_ray_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(subprocess, "call", lambda command, env: 1)
     with pytest.raises(NodeFailed, match=r"`ray start .*--address=h:1` ended with code 1"):
         ray_node.start(NodeOptions("h:1"))
+
+
+def test_in_the_foreground_the_command_becomes_ray_so_that_signals_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+
+    def become(path: str, command: list[str], environment: dict[str, str]) -> None:
+        became.append(command)
+        assert environment["RAY_AUTH_MODE"] == "token"
+        raise SystemExit
+
+    monkeypatch.setattr(ray_node.ray_local, "haproxy_runs", lambda: False)
+    monkeypatch.setattr(os, "execve", become)
+    with pytest.raises(SystemExit):
+        ray_node.start(NodeOptions("h:1", block=True))
+    assert became[0][-1] == "--block"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manta.deploy.settings import DEFAULT_URL, Settings
+from manta.deploy.settings import DEFAULT_URL, Settings, ray_authentication
 from manta.engine.errors import ConfigError
 
 
@@ -38,3 +38,12 @@ def test_wrong_values_are_named(tmp_path: Path) -> None:
         Settings.from_environment({"MANTA_HOME": str(file)})
     with pytest.raises(ConfigError, match="MANTA_URL"):
         Settings.from_environment({"MANTA_URL": "localhost:8000"})
+
+
+def test_a_token_is_shown_to_ray_unless_the_user_decided_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret")
+    named = {"RAY_AUTH_TOKEN_PATH": str(file)}
+    assert ray_authentication(named) == {"RAY_AUTH_MODE": "token"}
+    assert ray_authentication({**named, "RAY_AUTH_MODE": "disabled"}) == {}
+    assert ray_authentication({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")}) == {}
