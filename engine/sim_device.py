@@ -7,9 +7,10 @@ from dataclasses import replace
 from .config import EngineConfig, max_num_seqs_of
 from .errors import ConfigError
 from .model_shape import ModelShape
+from .parallel.member import GangSeat
 from .plan import Runner
 from .sim import SimRunner, fixed_step_s
-from .started_device import GangSeat, StartedDevice, step_times
+from .started_device import StartedDevice, step_times
 from .step_time import BYTES_PER_ELEMENT, Hardware, StepShape, hardware_named
 
 MOST_BLOCKS = 2**17
@@ -68,13 +69,7 @@ def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | No
         from .parallel.driver import start_gang
 
         own = runner
-        runner = start_gang(
-            seat.member,
-            lambda store: own,
-            store_socket=seat.store_socket,
-            on_broken=seat.on_broken,
-            on_closed=seat.on_closed,
-        )
+        runner = start_gang(seat, lambda store: own)
     return StartedDevice(
         runner=runner,
         name=config.device,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from .model_source import ModelSource
 from .parallel.here import devices_of_ranks
 from .parallel.layout import ShardLayout
 from .parallel.local_gang import LocalGang
-from .parallel.member import GangMember
+from .parallel.member import GangSeat
 from .parallel.place import RankPlace
 from .plan import Runner
 from .step_time import Hardware, StepShape, StepTimeModel, hardware_of
@@ -67,17 +66,6 @@ class StartedDevice:
     """Seconds of a step; None on a device of unknown speed."""
 
 
-@dataclass(frozen=True)
-class GangSeat:
-    """Rank 0's place in a gang whose other ranks somebody else starts."""
-
-    member: GangMember
-    store_socket: socket.socket | None
-    """Where the ranks meet; None: the member's port is listened at."""
-    on_broken: Callable[[str], None]
-    on_closed: Callable[[], None] = lambda: None
-
-
 def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel:
     """Measured here, measured elsewhere on the same GPU, or from the peaks alone."""
     folder = config.scheduler.step_profiles
@@ -112,9 +100,7 @@ def start_gang_device(
         built.append(build_rank(config, source, shape, seat.member, store, phases.add))
         return built[0].runner
 
-    runner = start_gang(
-        seat.member, build, store_socket=seat.store_socket, on_broken=seat.on_broken, on_closed=seat.on_closed
-    )
+    runner = start_gang(seat, build)
     phases.end("followers")
     return _built(config, shape, built[0], runner)
 
@@ -135,7 +121,7 @@ def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShap
         def close() -> None:
             device.runner.close()
 
-        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, on_closed)
+        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, on_closed, gang.check)
         own = with_overrides(config, {"device": devices[0]})
         device = start_gang_device(own, source, shape, phases, seat)
         atexit.register(close)  # a script need not close its engine: threads of the exchange end before the interpreter

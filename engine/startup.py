@@ -11,12 +11,12 @@ from .errors import ConfigError
 from .model_shape import ModelShape
 from .model_source import ModelSource, load_shape, resolve_model
 from .parallel.here import settle_sizes
-from .parallel.member import GangMember
+from .parallel.member import GangMember, GangSeat
 from .parallel.watch import end_process
 from .prefix_cache import BlockHasher, PrefixCache
 from .scheduler import Scheduler, SchedulerLimits
 from .sim_device import start_simulated
-from .started_device import GangSeat, Phases, Report, StartedDevice, start_device, start_gang_device, start_local_gang
+from .started_device import Phases, Report, StartedDevice, start_device, start_gang_device, start_local_gang
 from .stats import EngineInfo
 from .step_budget import StepBudget
 from .step_time import HARDWARE

@@ -6,7 +6,6 @@ which the ranks agree on sizes would wait for the rank that failed.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +14,7 @@ from manta.engine.errors import MantaError
 from manta.engine.plan import Runner
 
 from .link import DriverLink
-from .member import GangMember
+from .member import GangSeat
 from .rank import MEET_S, open_store
 from .sharded_runner import ShardedRunner
 from .vitals import StepClock
@@ -30,40 +29,38 @@ READY_S = 1800.0
 """How long the others may take once rank 0 is ready: they load the same, from disks that may be slower."""
 
 
-def start_gang(
-    member: GangMember,
-    build: Callable[[TCPStore], Runner],
-    *,
-    store_socket: socket.socket | None,
-    on_broken: Callable[[str], None],
-    on_closed: Callable[[], None] = lambda: None,
-) -> ShardedRunner:
+def start_gang(seat: GangSeat, build: Callable[[TCPStore], Runner]) -> ShardedRunner:
     """The runner of the whole gang, once all its ranks are ready. `build` makes rank 0's own part.
 
-    `on_broken(reason)` is called by another thread when a rank dies, freezes or hangs after that; before, the error is
-    raised. `on_closed` is called when the runner has been closed. Raises ConfigError or CheckpointError of any rank as
-    they are, EngineFailed when a rank ends or does not come.
+    Raises ConfigError or CheckpointError of any rank as they are, EngineFailed when a rank ends or does not come; what
+    happens to the gang later is told to `seat.on_broken`.
     """
-    store = open_store(member, store_socket)
+    member = seat.member
+    store = open_store(member, seat.store_socket)
     is_up = threading.Event()
-    watch = Watch(member, store, lambda reason: on_broken(reason) if is_up.is_set() else None)
+    watch = Watch(member, store, lambda reason: seat.on_broken(reason) if is_up.is_set() else None)
     try:
         link = DriverLink(member, store)
-        own = _run_beside(watch, lambda: build(store))
-        watch.say_ready()
-        watch.wait_until_ready(READY_S)
-        link.wait_for_followers(MEET_S, watch.check)
+
+        def bring_up() -> Runner:
+            own = build(store)
+            watch.say_ready()
+            watch.wait_until_ready(READY_S)
+            link.wait_for_followers(MEET_S, watch.check)
+            return own
+
+        own = _run_beside(watch, bring_up, seat.check)
     except BaseException as error:
         watch.fail(error)
         raise
-    runner = ShardedRunner(own, link, watch, StepClock(), samples_here=member.place.samples, on_closed=on_closed)
+    runner = ShardedRunner(own, link, watch, StepClock(), samples_here=member.place.samples, on_closed=seat.on_closed)
     is_up.set()
     watch.check()
     return runner
 
 
-def _run_beside(watch: Watch, work: Callable[[], T]) -> T:
-    """What `work` returns, run by a thread. Raises what it raises, or what breaks the gang meanwhile."""
+def _run_beside(watch: Watch, work: Callable[[], T], check: Callable[[], None]) -> T:
+    """What `work` returns, run by a thread. Raises what it raises, or `check` meanwhile, or what breaks the gang."""
     results: list[T] = []
     errors: list[Exception] = []
     is_done = threading.Event()
@@ -78,6 +75,7 @@ def _run_beside(watch: Watch, work: Callable[[], T]) -> T:
     threading.Thread(target=run, name="manta-build", daemon=True).start()
     while not is_done.wait(0.1):
         watch.check()
+        check()
     if results:
         return results[0]
     (error,) = errors

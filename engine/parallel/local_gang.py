@@ -20,6 +20,7 @@ from typing import Self
 import msgspec
 
 from manta.engine.config import EngineConfig, with_overrides
+from manta.engine.errors import EngineFailed
 
 from .member import GangMember, listen_for_store, new_gang_id
 from .place import RankPlace
@@ -81,6 +82,12 @@ class LocalGang:
     def pids(self) -> list[int]:
         """Of the processes that were started."""
         return [process.pid for process in self._processes]
+
+    def check(self) -> None:
+        """Raises EngineFailed when a process has ended."""
+        for rank, process in enumerate(self._processes, start=1):
+            if process.poll() is not None:
+                raise EngineFailed(f"The process of rank {rank} ended with code {process.returncode}.")
 
     def watch_for(self, is_stuck: Callable[[], bool]) -> None:
         """How to tell whether this process waits for a step."""

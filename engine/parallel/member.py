@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .place import RankPlace
@@ -50,6 +51,21 @@ class GangMember:
     def key(self, purpose: str) -> bytes:
         """32 secret bytes that all members derive alike for one purpose."""
         return hashlib.blake2b(purpose.encode(), key=self.gang_id.encode()[:64], digest_size=32).digest()
+
+
+@dataclass(frozen=True)
+class GangSeat:
+    """Rank 0's place in a gang, and what it agrees on with whoever starts the other ranks."""
+
+    member: GangMember
+    store_socket: socket.socket | None
+    """Where the ranks meet; used up. None: the member's port is listened at."""
+    on_broken: Callable[[str], None]
+    """Called by another thread, with the reason, when a rank dies, freezes or hangs after the start."""
+    on_closed: Callable[[], None] = lambda: None
+    """Called when the engine has been closed and the other ranks were told to end."""
+    check: Callable[[], None] = lambda: None
+    """Called again and again during the start; may raise what is wrong with the other ranks' processes."""
 
 
 def new_gang_id() -> str:

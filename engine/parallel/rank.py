@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from manta.engine.config import EngineConfig
+from manta.engine.errors import EngineFailed
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource
 
@@ -52,6 +53,8 @@ def build_rank(
 
     Raises ConfigError or CheckpointError with a sentence that says what to change.
     """
+    from torch.distributed import DistStoreError
+
     from manta.engine.model_runner import build_model_runner, choose_device
 
     from .groups import join_groups
@@ -62,7 +65,12 @@ def build_rank(
         share_cpu(len(member.ranks_on_node))
     backend = member.backend
     assert backend in (None, "nccl", "gloo"), f"no backend is called {backend!r}"
-    groups = join_groups(member.place, store, device=device, backend=backend, address=member.host)
+    try:
+        groups = join_groups(member.place, store, device=device, backend=backend, address=member.host)
+    except DistStoreError as error:
+        raise EngineFailed(
+            f"Rank {member.place.rank} did not meet the others within {MEET_S:.0f} s; their logs say why. ({error})"
+        ) from None
     return build_model_runner(
         config,
         source,

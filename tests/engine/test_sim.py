@@ -11,6 +11,7 @@ from manta.engine.plan import NewSequence, Row, StepPlan
 from manta.engine.request import SamplingParams
 from manta.engine.sim import SimRunner, fixed_step_s
 from manta.engine.startup import start_engine
+from manta.engine.step_time import StepShape
 
 
 class Clock:
@@ -104,3 +105,23 @@ def test_a_simulated_engine_starts_without_torch():
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def started(**sizes: int) -> float:
+    """Seconds that an engine on simulated H200s predicts for a decode step of 8 sequences."""
+    core = start_engine(EngineConfig.build("smollm2-135m", device="sim:h200", **sizes))
+    runner = core._runner
+    assert isinstance(runner, SimRunner)
+    return runner._predict(StepShape(0, 8, 8000))
+
+
+def test_simulated_ranks_that_share_layers_are_faster_but_not_by_their_number():
+    one, two = started(), started(tensor_parallel_size=2)
+    assert one / 2 < two < one
+
+
+def test_simulated_stages_hold_one_step_each_at_a_time():
+    now_s = [0.0]
+    runner = SimRunner(lambda step: 1.0, vocab_size=9, num_stages=2, clock=lambda: now_s[0], sleep=lambda s: None)
+    handles = [runner.launch(StepPlan(step_id, [], [], [])) for step_id in range(3)]
+    assert [handle._done_at_s for handle in handles] == [1.0, 1.5, 2.0]

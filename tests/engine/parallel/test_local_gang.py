@@ -17,7 +17,10 @@ import pytest
 from manta.engine.config import EngineConfig
 from manta.engine.core import EngineCore
 from manta.engine.errors import ConfigError, EngineFailed
+from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.parallel.local_gang import LocalGang
+from manta.engine.parallel.member import GangSeat
+from manta.engine.sim_device import start_simulated
 from manta.engine.startup import start_engine
 from tests.engine.engines import request, run
 from tests.engine.parallel.gangs import wait_for
@@ -36,6 +39,7 @@ SHAPE = {
 
 PARENT = """
 import sys
+from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.parallel.local_gang import LocalGang
 from tests.engine.parallel.test_local_gang import config_of, start
 with LocalGang(config_of(sys.argv[1]), tp_size=2, pp_size=1, devices=["sim:5ms"] * 2) as gang:
@@ -118,3 +122,12 @@ def test_no_follower_outlives_its_parent(model: str, number: signal.Signals):
         parent.send_signal(number)
         parent.wait(20)
         wait_for(lambda: not is_there(pids[0]))
+
+
+def test_a_process_that_ends_before_it_has_met_the_others_fails_the_start(model: str):
+    with LocalGang(config_of(model), tp_size=2, pp_size=1, devices=["sim:5ms"] * 2) as gang:
+        os.kill(gang.pids[0], signal.SIGKILL)
+        seat = GangSeat(gang.member, gang.store_socket, gang.break_off, check=gang.check)
+        config = config_of(model)
+        with pytest.raises(EngineFailed, match="process of rank 1 ended with code -9"):
+            start_simulated(config, load_shape(resolve_model(config.model)), seat)
