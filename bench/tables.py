@@ -66,7 +66,7 @@ def exposed(engine: Tree) -> list[list[str]]:
 
 def ready(engine: Tree) -> list[list[str]]:
     figures = engine["figures"]
-    phases = [name[11:-2] for name in figures if name.startswith("ready_cold_") and name != "ready_cold_s"]
+    phases = [found[1] for name in figures if (found := re.fullmatch(r"ready_cold_(\w+)_s", name))]
     rows = [["phase", "cold, s", "warm, s"]]
     for phase in phases:
         pair = (figures[f"ready_{kind}_{phase}_s"] for kind in ("cold", "warm"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -243,6 +244,8 @@ def reason(messages: list[str]) -> str:
             kind, colon, sentence = line.partition(": ")
             if colon and " " not in kind and kind.split(".")[-1][:1].isupper() and sentence:
                 return f"the engine did not start: {sentence}"
+        if lines and re.fullmatch(r"(\w+\.)*[A-Z]\w*(Error|Exception)", lines[-1]):
+            return f"the engine did not start: {lines[-1]} without a sentence, a defect; the log has its place"
     first = next((message.splitlines()[0] for message in messages if message.strip()), "no reason given")
     return f"the application did not start: {first}"
 

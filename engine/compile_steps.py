@@ -19,6 +19,7 @@ from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind
 from .kv_cache import CacheLayout
 from .layers.attention import AttentionBatch, PrefillRows
 from .models.decoder import Decoder
+from .prefill_graphs import PrefillGraphs
 
 
 @torch.inference_mode()
@@ -33,7 +34,7 @@ def compile_steps(
     deterministic: bool,
     device: torch.device,
 ) -> None:
-    """Kernels of decode steps of `decode_sizes` rows, of prefills of as many pairs of tokens, and of a full prefill.
+    """Kernels of decode steps of `decode_sizes` rows, of prefills of as many pairs of tokens, and of full prefills.
 
     Draws: greedy at all sizes, the others for one row; with a shared prefix from 16 rows on. Kernels that are compiled
     or in Triton's cache cost nothing.
@@ -52,6 +53,16 @@ def compile_steps(
     with compiling_only(os.cpu_count() or 1):
         length = min(max_num_tokens, max_model_len)
         _prefill(first, layout, state, -(-max_num_tokens // length), length, device)
+        PrefillGraphs(
+            first,
+            caches,
+            state,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            block_size=layout.block_size,
+            capture=None,
+            device=device,
+        ).run_largest()
         for kind, size in kinds:
             buffers = DecodeBuffers(size, no_slot=max_num_seqs, device=device)
             for tensor in buffers.upload.tensors.values():

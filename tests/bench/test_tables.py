@@ -19,6 +19,7 @@ ENGINE = {
         "b256_exposed_host_p50_ms": 0.1,
         "b256_exposed_host_p99_ms": 0.3,
         "ready_cold_s": 12.0,
+        "ready_cold_s_over_vllm": 0.1,
         "ready_warm_s": 7.0,
         "ready_cold_light_imports_s": 0.25,
         "ready_warm_light_imports_s": 0.2,

@@ -54,6 +54,8 @@ def test_the_reason_is_the_exception_s_sentence() -> None:
     )
     assert reason(["", message]) == "the engine did not start: model-00002.safetensors is missing: download it again"
     assert reason(["", "no CPU left"]) == "the application did not start: no CPU left"
+    defect = "ray::EngineShard.run() (pid=1)\n  File 'a.py'\n    assert x\nAssertionError\n"
+    assert "AssertionError without a sentence" in reason([defect])
 
 
 def test_the_ledger_and_the_curl_line() -> None:

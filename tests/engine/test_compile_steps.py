@@ -15,6 +15,7 @@ from manta.engine.kv_cache import CacheLayout
 from manta.engine.layers.linear import Linear
 from manta.engine.model_shape import ModelShape
 from manta.engine.models.decoder import Decoder
+from manta.engine.prefill_graphs import PrefillGraphs
 from manta.engine.weights.parameters import allocate_parameters
 from manta.kernels import runtime
 from manta.kernels.attention_decode import DecodeWorkspace
@@ -84,6 +85,8 @@ def test_after_it_steps_compile_nothing(model: Decoder, target: None) -> None:
                 decodes_as_prefills=False,
             )
             step.run()
+        sizes = {"max_num_seqs": 8, "max_num_tokens": 48, "block_size": 64}
+        PrefillGraphs(model, caches, state, **sizes, capture=None, device=CPU).run_largest()
     assert more == []
 
 
