@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from .parallel.vitals import StepClock
 from .plan import Runner, StepHandle, StepPlan, StepResult
 from .prefix_cache import CacheEvents
 from .request import EngineRequest, Refusal, RequestDelta
@@ -38,6 +39,8 @@ class EngineCore:
         self.info = info
         self.scheduler = scheduler
         self.on_step: Callable[[StepStats], None] | None = None
+        self.step_clock = StepClock()
+        """Which step is waited for, and how long it may take; other threads may ask it."""
         self._runner = runner
         self._in_flight: deque[_InFlight] = deque()
         self._most_in_flight = max(2, scheduler.limits.num_micro_batches)
@@ -74,8 +77,10 @@ class EngineCore:
             return []
         collected = self._in_flight.popleft()
         before_s = time.monotonic()
+        self.step_clock.begin(collected.plan.step_id, collected.plan.num_tokens, before_s)
         result = collected.handle.result()
         after_s = time.monotonic()
+        self.step_clock.end(after_s)
         deltas = self.scheduler.update(collected.plan, result)
         self._num_steps += 1
         self._last_step_s = after_s - max(collected.launched_at_s, self._device_free_at_s)

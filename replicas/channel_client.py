@@ -276,7 +276,7 @@ class ChannelClient:
             self._heard_at_s = time.monotonic()
             if beat.is_hang:
                 self._read()  # what arrived before the hang still counts
-                self._lose(f"the engine hangs: {beat.turn_age_s:.1f} s in one step, {beat.turn_bound_s:.1f} s at most")
+                self._lose(f"the engine hangs: {beat.age_s:.1f} s in one step, {beat.bound_s:.1f} s at most")
 
     def _check_age(self) -> None:
         self._read()  # what waits here because this loop was busy is no silence

@@ -79,12 +79,13 @@ class ChannelServer:
         host: str = "127.0.0.1",
         stall_s: float = STALL_S,
         max_unsent_frames: int = MAX_UNSENT_FRAMES,
-        turn_bound_s: Callable[[], float] | None = None,
+        turn_bound_s: float | None = None,
+        step: Callable[[float], tuple[float, float] | None] | None = None,
     ) -> None:
         """Listen on two free ports of `host`. Only clients with the public key `client_key` are let in.
 
-        `turn_bound_s` says, in another thread, how long the loop's turn may take now, in seconds; without it a bound
-        that fits the kind of device holds.
+        `step` (see heartbeat.py) is asked by another thread. `turn_bound_s`: how long the loop's turn may take where
+        `step` says nothing; by default what fits the kind of device.
         """
         self._replica_id = replica_id
         self._info = info
@@ -104,8 +105,8 @@ class ChannelServer:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an edge that is gone shows as an error
         self.address = Address(url, keys.public)
         beats, self._beat_url = self._bind(zmq.PUB, host, keys, max_unsent=MAX_UNSENT_BEATS)
-        bound_s = CPU_TURN_BOUND_S if info.device == "cpu" else TURN_BOUND_S
-        self._heartbeat = Heartbeat(beats, turn_bound_s or (lambda: bound_s))
+        bound_s = turn_bound_s or (CPU_TURN_BOUND_S if info.device == "cpu" else TURN_BOUND_S)
+        self._heartbeat = Heartbeat(beats, turn_bound_s=bound_s, step=step)
 
     @property
     def num_edges(self) -> int:

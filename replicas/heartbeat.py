@@ -1,7 +1,7 @@
 """Signs of life of an engine's process, from a thread and over a socket of their own. Knows no engine and no request.
 
 Frames come from the step loop, so a long step is silent. Beats come beside them: they say that the process lives, how
-long its loop has been in one turn, and how long it may. They carry nothing else, so their order matters to nobody.
+long its loop is at one step, and how long it may be. They carry nothing else, so their order matters to nobody.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SILENCE_S = 4.0
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True):
-    """Seconds since the loop began its turn (0 while it waits for work), and the most that the turn may take."""
+    """Seconds that the step loop is at one thing (0 while it waits for work), and the most that this may take."""
 
-    turn_age_s: float
-    turn_bound_s: float
+    age_s: float
+    bound_s: float
 
     @property
     def is_hang(self) -> bool:
-        return self.turn_age_s > self.turn_bound_s
+        return self.age_s > self.bound_s
 
 
 encode_beat = msgspec.msgpack.Encoder().encode
@@ -39,14 +39,20 @@ class Heartbeat:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        turn_bound_s: Callable[[], float],
         *,
+        turn_bound_s: float,
+        step: Callable[[float], tuple[float, float] | None] | None = None,
         interval_s: float = BEAT_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`socket` is a bound PUB, which belongs to the thread from now on."""
+        """`socket` is a bound PUB, which belongs to the thread from now on.
+
+        `step(now_s)` says, while the loop waits for a step of the device, how long it does and may (seconds); for the
+        rest of a turn, and where there is no such thing, `turn_bound_s` is the bound.
+        """
         self._socket = socket
         self._turn_bound_s = turn_bound_s
+        self._step = step
         self._interval_s = interval_s
         self._clock = clock
         self._turn_began_at_s: float | None = None
@@ -64,8 +70,11 @@ class Heartbeat:
 
     def beat(self) -> Beat:
         """What is to say now."""
-        began_at_s = self._turn_began_at_s
-        return Beat(0.0 if began_at_s is None else self._clock() - began_at_s, self._turn_bound_s())
+        began_at_s, now_s = self._turn_began_at_s, self._clock()
+        if began_at_s is None:
+            return Beat(0.0, self._turn_bound_s)
+        step = None if self._step is None else self._step(now_s)
+        return Beat(*step) if step is not None else Beat(now_s - began_at_s, self._turn_bound_s)
 
     def close(self) -> None:
         """End the thread and close the socket."""

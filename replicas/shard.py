@@ -109,7 +109,13 @@ class EngineShard:
 
     def _drive(self, member: GangMember | None) -> None:
         core = start_engine(self._config, self._report, member, store_socket=self._store, on_broken=self._exit)
-        server = ChannelServer(self._replica_id, core.info, client_key=self._client_key, host=self._where.host)
+        server = ChannelServer(
+            self._replica_id,
+            core.info,
+            client_key=self._client_key,
+            host=self._where.host,
+            step=core.step_clock.waiting,
+        )
         self._loop = EngineLoop(core, server)
         self._info, self._address = core.info, server.address
         self._is_up.set()

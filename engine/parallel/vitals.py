@@ -108,6 +108,11 @@ class StepClock:
         least_s = FIRST_STEPS_S if is_first else LEAST_STEP_S
         return max(least_s, TIMES_PREDICTED * expected_s)
 
+    def waiting(self, now_s: float) -> tuple[float, float] | None:
+        """How long the step that the host waits for takes so far, and how long it may; None while it waits for none."""
+        waits_for = self._waits_for
+        return None if waits_for is None else (now_s - waits_for[2], self.allowed_s(waits_for[1]))
+
     def overdue(self, now_s: float) -> str | None:
         """A sentence when the step that the host waits for hangs."""
         waits_for = self._waits_for

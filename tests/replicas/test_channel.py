@@ -229,7 +229,7 @@ def stuck(core: FakeCore) -> Iterator[None]:
 
 async def test_a_stuck_step_loop_is_noticed_although_its_process_lives() -> None:
     core = FakeCore()
-    with engine(core, KEYS.public, turn_bound_s=lambda: 1.5) as one:
+    with engine(core, KEYS.public, turn_bound_s=1.5) as one:
         async with edge(one.server.address) as client:
             await Reply(client, request("first")).tokens()
             start_s = time.monotonic()
@@ -241,7 +241,7 @@ async def test_a_stuck_step_loop_is_noticed_although_its_process_lives() -> None
 
 async def test_a_long_step_within_its_bound_is_no_hang_however_long_no_frame_comes() -> None:
     core = FakeCore()
-    with engine(core, KEYS.public, turn_bound_s=lambda: 60.0) as one:
+    with engine(core, KEYS.public, turn_bound_s=60.0) as one:
         async with edge(one.server.address, silence_s=1.5) as client:
             stream = Reply(client, request("long prefill"))
             with stuck(core):
