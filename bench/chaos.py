@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from manta.deploy.config import DeployConfig
+from manta.deploy.serve import num_ranks
+from manta.engine.config import with_overrides
 
-from .chaos_faults import FAULTS, FaultRecord, inject
+from .chaos_faults import FaultRecord, inject
 from .chaos_load import Load, make_bodies
 from .chaos_system import ChaosFailed, ChaosSystem, Held
+from .node_lab import NodeLab
 
 NUM_BODIES = 24
 SETTLE_S = 1.0
@@ -34,7 +37,9 @@ class ChaosPlan:
 
     minutes: float
     seed: int
-    faults: tuple[str, ...] = tuple(FAULTS)
+    faults: tuple[str, ...]
+    num_nodes: int = 0
+    """Nodes for engines, each with room for one replica; 0: no nodes, just processes."""
     num_streams: int = 16
     max_tokens: int = 240
 
@@ -87,7 +92,11 @@ class ChaosReport:
 
 def run(config: DeployConfig, plan: ChaosPlan, *, say: Callable[[str], None], logs_dir: Path) -> ChaosReport:
     """One run from start to end; blocks. Raises what a start raises; whatever happens later is in the report."""
-    system = ChaosSystem(config)
+    lab = None
+    if plan.num_nodes:
+        config = with_overrides(config, {"serving.node_labels": {"role": "engine"}})
+        lab = NodeLab(plan.num_nodes, cpus_per_node=num_ranks(config))
+    system = ChaosSystem(config, lab)
     report = ChaosReport(plan.seed)
     try:
         say(f"starting {system.num_replicas} replicas")

@@ -41,19 +41,29 @@ class FaultRecord:
     moved_requests: int
 
 
-Inject = Callable[[ChaosSystem, random.Random], tuple[str, Callable[[], bool]]]
-"""Does the damage: says what it was, and gives what tells whether it happened."""
+@dataclass(frozen=True)
+class Damage:
+    """What was done."""
+
+    what: str
+    has_happened: Callable[[], bool]
+    """Asked after the system has recovered."""
+    repair: Callable[[], None] = lambda: None
+    """What an operator would do when the system serves again."""
 
 
-def kill_rank(system: ChaosSystem, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+Inject = Callable[[ChaosSystem, random.Random], Damage]
+
+
+def kill_rank(system: ChaosSystem, rng: random.Random) -> Damage:
     """SIGKILL one process of a gang."""
     pid = rng.choice(system.ranks())
     start = started_at(pid)
     os.kill(pid, signal.SIGKILL)
-    return f"SIGKILL to rank process {pid}", lambda: started_at(pid) != start
+    return Damage(f"SIGKILL to rank process {pid}", lambda: started_at(pid) != start)
 
 
-def stop_rank(system: ChaosSystem, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+def stop_rank(system: ChaosSystem, rng: random.Random) -> Damage:
     """SIGSTOP one process of a gang; it is never continued, the system has to end it."""
     pid = rng.choice(system.ranks())
     start = started_at(pid)
@@ -62,18 +72,19 @@ def stop_rank(system: ChaosSystem, rng: random.Random) -> tuple[str, Callable[[]
     while not is_stopped(pid) and time.monotonic() < until_s:
         time.sleep(0.002)
     was_stopped = is_stopped(pid)
-    return f"SIGSTOP to rank process {pid}", lambda: was_stopped and (is_stopped(pid) or started_at(pid) != start)
+    return Damage(
+        f"SIGSTOP to rank process {pid}", lambda: was_stopped and (is_stopped(pid) or started_at(pid) != start)
+    )
 
 
-def drain_replica(system: ChaosSystem, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+def drain_replica(system: ChaosSystem, rng: random.Random) -> Damage:
     """One replica fewer, which Serve drains, then as many as before."""
     before = system.num_replicas
     ids = system.ready()
     system.scale(before - 1)
 
     def is_gone() -> bool:
-        known = {replica["replica_id"] for replica in system.replicas()}
-        return len(ids - known) == 1
+        return len(ids - system.known()) == 1
 
     try:
         system.wait(is_gone, "the drained replica to leave", timeout_s=60.0)
@@ -82,14 +93,46 @@ def drain_replica(system: ChaosSystem, rng: random.Random) -> tuple[str, Callabl
         has_left = False
     finally:
         system.scale(before)
-    return f"{before} replicas, {before - 1}, {before} again", lambda: has_left
+    return Damage(f"{before} replicas, {before - 1}, {before} again", lambda: has_left)
 
 
-def rolling_update(system: ChaosSystem, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+def rolling_update(system: ChaosSystem, rng: random.Random) -> Damage:
     """Every replica is replaced by one of another revision, one after the other."""
     ids = system.ready()
     system.update()
-    return "a new revision of all replicas", lambda: not ids & {one["replica_id"] for one in system.replicas()}
+
+    def are_replaced() -> bool:
+        try:
+            system.wait(lambda: not ids & system.known(), "all replicas of the old revision to leave")
+        except ChaosFailed:
+            return False
+        return True
+
+    return Damage("a new revision of all replicas", are_replaced)
+
+
+def kill_node(system: ChaosSystem, rng: random.Random) -> Damage:
+    """SIGKILL all processes of a node that holds ranks, Ray's own included."""
+    lab, node = system.lab_and_node(rng)
+    killed = {pid: started_at(pid) for pid in node.pids()}
+    node.signal_all(signal.SIGKILL)
+    return Damage(
+        f"SIGKILL to all {len(killed)} processes of node {node.address}",
+        lambda: bool(killed) and all(started_at(pid) != start for pid, start in killed.items()),
+        lambda: lab.repair(node),
+    )
+
+
+def cut_link(system: ChaosSystem, rng: random.Random) -> Damage:
+    """Pull the cable of a node that holds ranks; its processes go on."""
+    lab, node = system.lab_and_node(rng)
+    was_reachable = lab.is_reachable(node)
+    lab.cut(node)
+    return Damage(
+        f"the link of node {node.address} is down",
+        lambda: was_reachable and not lab.is_reachable(node),
+        lambda: lab.repair(node),
+    )
 
 
 FAULTS: dict[str, Inject] = {
@@ -97,6 +140,8 @@ FAULTS: dict[str, Inject] = {
     "stop_rank": stop_rank,
     "drain_replica": drain_replica,
     "rolling_update": rolling_update,
+    "kill_node": kill_node,
+    "cut_link": cut_link,
 }
 
 
@@ -141,15 +186,17 @@ def inject(system: ChaosSystem, kind: str, rng: random.Random, *, since_s: float
     moved = system.metric("manta_requests_moved_total")
     watcher, start_s = Watcher(system), time.monotonic()
     with watcher:
-        what, has_happened = FAULTS[kind](system, rng)
+        damage = FAULTS[kind](system, rng)
         is_out = _becomes_true(lambda: watcher.out_at_s is not None, OUT_TIMEOUT_S)
         is_back = is_out and _becomes_true(lambda: _is_back(system, kind, watcher), BACK_TIMEOUT_S)
         took_s = time.monotonic() - start_s
+    happened = damage.has_happened()
+    damage.repair()
     return FaultRecord(
         kind=kind,
         at_s=round(start_s - since_s, 2),
-        what=what,
-        happened=has_happened(),
+        what=damage.what,
+        happened=happened,
         out_of_routing_s=None if watcher.out_at_s is None else round(watcher.out_at_s - start_s, 3),
         serving_again_s=round(took_s, 3) if is_back else None,
         least_ready=watcher.least_ready,

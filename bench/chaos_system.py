@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ import httpx
 from manta.deploy import processes, settings
 from manta.deploy.checks import free_ports
 from manta.deploy.config import DeployConfig
-from manta.deploy.ray_local import LocalRay, choose_haproxy, quiet
+from manta.deploy.ray_local import LocalRay, choose_haproxy, join, quiet
+from manta.engine.config import Section
 from manta.engine.errors import MantaError
+
+from .node_lab import LabNode, NodeLab
 
 APP_NAME = "manta"
 RANK_TITLE = b"ray::EngineShard"
@@ -50,7 +54,8 @@ class Held:
 class ChaosSystem:
     """`start`, then faults; `close` at the end, whatever happened."""
 
-    def __init__(self, config: DeployConfig) -> None:
+    def __init__(self, config: DeployConfig, lab: NodeLab | None = None) -> None:
+        """`lab`: on its nodes, which are not started yet, instead of on a Ray of this machine alone."""
         (port,) = free_ports(1)
         self.config = config
         self.port = port
@@ -60,7 +65,8 @@ class ChaosSystem:
         parallel = config.engine.parallel
         self._world_size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
         num_cpus = (os.cpu_count() or 1) + 4 * self._num_replicas * self._world_size
-        self._ray = LocalRay(num_cpus=num_cpus, use_haproxy=choose_haproxy(config.serving.proxy))
+        self._lab = lab
+        self._ray = lab or LocalRay(num_cpus=num_cpus, use_haproxy=choose_haproxy(config.serving.proxy))
         self._http = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
 
     @property
@@ -71,6 +77,8 @@ class ChaosSystem:
     def start(self) -> None:
         """Until every replica is ready. Raises RayFailed or ChaosFailed."""
         self._ray.start()
+        if self._lab is not None:
+            join(self._lab.address)
         settings.export({"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1"})
         from ray import serve
         from ray.serve.schema import LoggingConfig
@@ -87,11 +95,25 @@ class ChaosSystem:
     def close(self) -> int:
         """End everything. Returns how many processes were left."""
         self._http.close()
-        self._ray.remove()
+        try:
+            if self._lab is not None:
+                import ray
+
+                ray.shutdown()
+        finally:
+            self._ray.remove()
         return len(processes.instance_processes(self._ray.instance, self._ray.folder))
 
     def keep_logs(self, folder: Path) -> Path | None:
-        return self._ray.keep_logs(folder)
+        """Copy Ray's logs to a folder that stays; None without any, or with a lab."""
+        return self._ray.keep_logs(folder) if isinstance(self._ray, LocalRay) else None
+
+    def lab_and_node(self, rng: random.Random) -> tuple[NodeLab, LabNode]:
+        """The lab, and one of its nodes that holds ranks. Raises ChaosFailed without a lab."""
+        if self._lab is None:
+            raise ChaosFailed("faults of nodes need several nodes: manta chaos --nodes 4")
+        ranks = set(self.ranks())
+        return self._lab, rng.choice([node for node in self._lab.workers if ranks & set(node.pids())])
 
     def scale(self, num_replicas: int) -> None:
         """Ask Serve for so many engine replicas. One that is too many drains."""
@@ -107,6 +129,10 @@ class ChaosSystem:
         """Every replica that the edge knows. Raises httpx.HTTPError while it cannot be asked."""
         reply = self._http.get("/ready")
         return reply.json()["replicas"] if reply.status_code in (200, 503) and reply.content[:1] == b"{" else []
+
+    def known(self) -> set[str]:
+        """Ids of all replicas that the edge knows, also of those that leave."""
+        return {replica["replica_id"] for replica in self.replicas()}
 
     def ready(self) -> set[str]:
         """Ids of the replicas that take new work."""
@@ -179,12 +205,15 @@ class ChaosSystem:
             "num_replicas": self._num_replicas,
             "ray_actor_options": {"num_cpus": 0.1, "runtime_env": {"env_vars": {REVISION: str(self._revision)}}},
         }
+        # Faults are to hit engines: the loss of an edge closes its clients' connections, whatever it does.
+        resources = {} if self._lab is None else {"resources": {"edge": 0.01}}
+        edge = {"name": "edge", "ray_actor_options": {"num_cpus": 0.2, **resources}}
         application = {
             "name": APP_NAME,
             "route_prefix": "/",
             "import_path": "manta.deploy.app:build",
             "args": arguments_of(self.config),
-            "deployments": [engine],
+            "deployments": [engine, edge],
             "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         }
         client = _get_global_client()
@@ -203,14 +232,16 @@ class ChaosSystem:
 def arguments_of(config: DeployConfig) -> dict[str, Any]:
     """What is not the default, by dotted name: the arguments of a Serve config file that give the same deployment."""
 
-    def flat(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    def flat(section: Section, path: str) -> Iterator[tuple[str, Any]]:
+        tree = section.model_dump(mode="json", exclude_defaults=True)
         for name, value in tree.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{path}{name}.")
+            part = getattr(section, name)
+            if isinstance(part, Section):
+                yield from flat(part, f"{path}{name}.")
             else:
                 yield path + name, value
 
-    return dict(flat(config.model_dump(mode="json", exclude_defaults=True), ""))
+    return dict(flat(config, ""))
 
 
 def started_at(pid: int) -> int | None:

@@ -10,6 +10,8 @@ import typer
 from .bench_cli import Overrides
 
 KINDS = ("kill_rank", "stop_rank", "drain_replica", "rolling_update")
+NODE_KINDS = ("kill_node", "cut_link")
+"""Need several nodes."""
 
 
 def chaos_command(
@@ -21,7 +23,12 @@ def chaos_command(
     ] = 10,
     seed: Annotated[int, typer.Option(help="Of requests and of the order of faults.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The whole report.")] = None,
-    faults: Annotated[str, typer.Option(help="Kinds of faults, with commas.")] = ",".join(KINDS),
+    faults: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join((*KINDS, *NODE_KINDS))}, with commas; default: all that can be.")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(help="Ray nodes in network namespaces (root), one replica each; more than replicas; 0: none.")
+    ] = 0,
     replicas: Annotated[int, typer.Option(min=2, help="Engine replicas; at least one stays healthy.")] = 3,
     streams: Annotated[int, typer.Option(min=1, help="Requests that are open at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 600,
@@ -35,14 +42,18 @@ def chaos_command(
     from .config import load_config, parse_overrides
     from .settings import Settings
 
-    kinds = tuple(filter(None, (kind.strip() for kind in faults.split(","))))
-    if unknown := set(kinds) - set(KINDS):
-        raise ConfigError(f"--faults {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}", field="faults")
+    possible = (*KINDS, *NODE_KINDS) if nodes else KINDS
+    kinds = possible if faults is None else tuple(kind.strip() for kind in faults.split(","))
+    if unknown := ", ".join(sorted(set(kinds) - set(possible))):
+        hint = "" if nodes else f" (and with --nodes {', '.join(NODE_KINDS)})"
+        raise ConfigError(f"--faults {unknown}: there are {', '.join(possible)}{hint}", field="faults")
+    if 0 < nodes <= replicas:
+        raise ConfigError(f"--nodes {nodes}: a lost node's replica needs another one; use {replicas + 1} or more")
     settings = Settings.from_environment()
     defaults = {"engine.device": "sim:20ms"} if target == "sim-h200" else {"engine.model.dtype": "float32"}
     config = load_config(target, {**defaults, **parse_overrides(overrides or []), "serving.num_replicas": replicas})
     config = locate_model(config, settings.models_dir)
-    plan = chaos.ChaosPlan(minutes, seed, kinds, num_streams=streams, max_tokens=max_tokens)
+    plan = chaos.ChaosPlan(minutes, seed, kinds, nodes, num_streams=streams, max_tokens=max_tokens)
     report = chaos.run(config, plan, say=lambda text: print(text, flush=True), logs_dir=settings.logs_dir)
     if json is not None:
         chaos.write(report, json)

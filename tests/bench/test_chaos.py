@@ -16,7 +16,7 @@ from manta.bench.chaos_faults import FAULTS, FaultRecord
 from manta.bench.chaos_load import Answer, ChoiceSeen, Load, LoadCounts, ask, make_bodies
 from manta.bench.chaos_system import arguments_of
 from manta.bench.http_client import HttpClient
-from manta.deploy.chaos_cli import KINDS
+from manta.deploy.chaos_cli import KINDS, NODE_KINDS
 from manta.deploy.config import load_config
 
 
@@ -178,9 +178,9 @@ def test_a_report_is_clean_only_without_failures_alterations_leaks_and_problems(
 
 
 def test_the_command_knows_every_fault() -> None:
-    assert tuple(FAULTS) == KINDS
+    assert tuple(FAULTS) == (*KINDS, *NODE_KINDS)
 
 
 def test_a_deployment_s_arguments_give_the_same_deployment() -> None:
-    config = load_config("sim-h200", {"engine.device": "sim:20ms", "serving.num_replicas": 3})
+    config = load_config("sim-h200", {"engine.device": "sim:20ms", "serving.node_labels": {"role": "engine"}})
     assert load_config(None, arguments_of(config)) == config
