@@ -88,11 +88,12 @@ def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | No
 def _together(hardware: Hardware, *, tp_size: int, pp_size: int) -> Hardware:
     """Ranks as one device. Those that share layers work on a step side by side, but for what they exchange; stages work
     on it one after the other (SimRunner overlaps them)."""
-    if tp_size * pp_size == 1:
-        return hardware
-    speedup = tp_size * (TENSOR_EFFICIENCY if tp_size > 1 else 1.0)
+    if tp_size == 1:
+        return replace(hardware, memory_bytes=hardware.memory_bytes * pp_size)
+    speedup = tp_size * TENSOR_EFFICIENCY
     return replace(
         hardware,
+        name=f"{hardware.name} x {tp_size}",  # profiles of one GPU do not apply
         memory_bandwidth=hardware.memory_bandwidth * speedup,
         matrix_flops=hardware.matrix_flops * speedup,
         memory_bytes=hardware.memory_bytes * tp_size * pp_size,

@@ -95,13 +95,16 @@ def start_gang_device(
 
     phases.end("import torch")
     built: list[BuiltRunner] = []
+    built_at_s = 0.0
 
     def build(store: TCPStore) -> Runner:
+        nonlocal built_at_s
         built.append(build_rank(config, source, shape, seat.member, store, phases.add))
+        built_at_s = time.monotonic()
         return built[0].runner
 
     runner = start_gang(seat, build)
-    phases.end("followers")
+    phases.add("followers", time.monotonic() - built_at_s)
     return _built(config, shape, built[0], runner)
 
 

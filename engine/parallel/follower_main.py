@@ -24,6 +24,7 @@ def main() -> None:
     try:
         # Rank 0 explains to the user; whatever it cannot learn from this rank is seen here.
         Follower(EngineConfig.model_validate_json(task.config), task.member, on_broken=_end).run()
+        os._exit(0)  # threads of the exchange need not be unwound
     except MantaError:
         os._exit(1)
     except Exception:

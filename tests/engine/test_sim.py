@@ -107,7 +107,7 @@ def test_a_simulated_engine_starts_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def started(**sizes: int) -> float:
+def predicted_s(**sizes: int) -> float:
     """Seconds that an engine on simulated H200s predicts for a decode step of 8 sequences."""
     core = start_engine(EngineConfig.build("smollm2-135m", device="sim:h200", **sizes))
     runner = core._runner
@@ -116,7 +116,7 @@ def started(**sizes: int) -> float:
 
 
 def test_simulated_ranks_that_share_layers_are_faster_but_not_by_their_number():
-    one, two = started(), started(tensor_parallel_size=2)
+    one, two = predicted_s(), predicted_s(tensor_parallel_size=2)
     assert one / 2 < two < one
 
 
