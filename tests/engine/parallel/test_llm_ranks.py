@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +93,13 @@ def test_draws_penalties_biases_stops_and_logprobs_are_those_of_one_rank(
 
 def logprobs_of(answer: CompletionOutput) -> list[float]:
     return [entry.logprob for entry in answer.logprobs or []]
+
+
+def test_a_command_line_needs_no_main_guard_and_no_close():
+    code = (
+        "from manta import LLM, SamplingParams\n"
+        "llm = LLM('smollm2-135m', device='cpu', dtype='float32', num_blocks=64, tensor_parallel_size=2)\n"
+        f"print(llm.generate({PROMPTS[0]}, SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (run.stdout, run.stderr, run.returncode) == (f"{GOLDEN[0]['continuation_ids'][:4]}\n", "", 0)
