@@ -20,7 +20,7 @@ from manta.cluster.spec import GangSpec
 from manta.cluster.topology import Topology
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
-from manta.replicas.channel import KeyPair
+from manta.replicas.cluster_keys import cluster_keys
 from manta.replicas.deployment import Edge, EdgeSettings, EngineReplica
 from manta.replicas.edge.membership import ROUTER_CLASS
 from manta.replicas.edge.router import RouterLimits
@@ -62,11 +62,11 @@ def config_of(args: Mapping[str, Any]) -> DeployConfig:
 
 
 def build_app(config: DeployConfig) -> serve.Application:
-    """The application to run on the Ray that is connected; its ingress is the edge. Makes the cluster's client keys.
+    """The application to run on the Ray that is connected; its ingress is the edge.
 
     Nodes may join later: what has no room waits. Raises ConfigError when no split of the model is possible.
     """
-    keys = KeyPair.new()
+    keys = cluster_keys()
     engine_config, spec = plan(config, _topology())
     serving = config.serving
     asked = demand(spec)
@@ -100,7 +100,11 @@ def build_app(config: DeployConfig) -> serve.Application:
     settings = EdgeSettings(
         model=engine_config.model,
         api_keys=serving.api_keys,
-        limits=RouterLimits(max_queued_requests=serving.max_queued_requests),
+        limits=RouterLimits(
+            max_queued_requests=serving.max_queued_requests,
+            max_wait_s=serving.replica_wait_s,
+            drain_grace_s=serving.drain_grace_s,
+        ),
         request_timeout_s=serving.request_timeout_s,
         spec=spec,
         num_replicas=serving.num_replicas,

@@ -51,6 +51,12 @@ class ServingConfig(Section):
     startup_timeout_s: float = Field(
         default=1800.0, gt=0, description="`manta serve` gives up when nothing is ready by then"
     )
+    replica_wait_s: float = Field(
+        default=60.0, gt=0, description="how long a request or a stream that must move waits for a replica, then 503"
+    )
+    drain_grace_s: float = Field(
+        default=5.0, ge=0, description="requests on a replica that leaves may end there for so long, then they move"
+    )
     graceful_shutdown_timeout_s: float = Field(default=30.0, ge=0, description="running streams may finish for so long")
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         default="auto", description="what listens on the port: HAProxy where its binary runs, else Serve's own proxy"
