@@ -105,7 +105,7 @@ class ChannelClient:
         self._info: EngineInfo | None = None
         self.snapshot = Snapshot()
         self.step_times = StepHistogram()
-        self.is_draining = False
+        self.is_draining = self._has_left = False
         self.num_frames = 0
         self.last_frame_at_s = self._heard_at_s = time.monotonic()
         self.lost: ChannelLost | None = None
@@ -172,9 +172,15 @@ class ChannelClient:
 
     def drain(self) -> None:
         """Tell the engine that its replica is leaving."""
-        self.is_draining = True
+        self.is_draining = self._has_left = True
         if self.lost is None:
             self._send(Drain())
+
+    def end_drain(self) -> None:
+        """Tell the engine that its replica stays after all; its next frame says when it takes work again."""
+        self._has_left = False
+        if self.lost is None:
+            self._send(Drain(is_over=True))
 
     def move_streams(self, num_streams: int) -> int:
         """End so many streams' stay here (ReplicaLeaves), the oldest first. Returns how many there were."""
@@ -224,7 +230,7 @@ class ChannelClient:
 
     def _take_frame(self, frame: Frame) -> None:
         self.num_frames += 1
-        self.is_draining = self.is_draining or frame.draining
+        self.is_draining = self._has_left or frame.draining
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
         if frame.step_times is not None:

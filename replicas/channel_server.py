@@ -168,9 +168,9 @@ class ChannelServer:
             if to_all or edge.has_news or now_s - edge.sent_at_s >= FRAME_INTERVAL_S:
                 self._send_frame(edge, cache_events, now_s)
 
-    def start_draining(self) -> None:
-        """Say in every frame that no new request is taken."""
-        self._is_draining = True
+    def set_draining(self, is_draining: bool) -> None:
+        """Say in every frame whether no new request is taken."""
+        self._is_draining = is_draining
 
     def close(self) -> None:
         """Close the ports; edges notice at once."""

@@ -73,8 +73,8 @@ class EngineLoop:
             elif isinstance(command, Cancel):
                 core.cancel(command.request_id)
             else:
-                self._is_draining = True
-                server.start_draining()
+                self._is_draining = not command.is_over
+                server.set_draining(self._is_draining)
         deltas = self._step() if core.has_work else []
         # After the last request is gone, and after commands without work, edges learn the load at once.
         to_all = not core.has_work and bool(commands or deltas)

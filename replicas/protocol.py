@@ -38,6 +38,9 @@ class Cancel(msgspec.Struct, tag=True, kw_only=True):
 class Drain(msgspec.Struct, tag=True, kw_only=True):
     """The edge has learned that the replica is leaving: new requests are refused, running ones finish."""
 
+    is_over: bool = False
+    """The replica is among the members again (a controller that starts anew tells of them one by one)."""
+
 
 Up = Hello | Submit | Cancel | Drain
 

@@ -34,6 +34,8 @@ MAX_FAILURES_WITHOUT_PROGRESS = 2
 """A request that lost so many replicas in a row without a new token is not given a third."""
 FULL_POLL_S = 0.1
 """How often a stream that must move looks for room while all replicas are full."""
+MAX_REMEMBERED = 256
+"""Replicas that left, of which the edge still knows that it told them to drain."""
 DRAIN_GRACE_S = 5.0
 """How long the streams of a replica that leaves may take to end there before they move."""
 
@@ -108,6 +110,8 @@ class ChannelRouter:
         self._metrics = metrics
         self._links: dict[str, _Link] = {}
         self._info: EngineInfo | None = None
+        self._left: dict[str, None] = {}
+        """Replicas that were told to drain and may come back."""
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -140,10 +144,16 @@ class ChannelRouter:
         for link in list(self._links.values()):
             if link.is_member and link.replica_id not in members:
                 link.is_member = False
+                self._left[link.replica_id] = None
                 if link.channel is not None:
                     link.channel.drain()
                 self._start_moving(link)
                 self._forget_if_idle(link)
+            elif not link.is_member and link.replica_id in members:
+                link.is_member = True
+                self._welcome_back(link)
+        while len(self._left) > MAX_REMEMBERED:
+            del self._left[next(iter(self._left))]
 
     async def close(self) -> None:
         """Close all channels; their requests fail."""
@@ -223,6 +233,16 @@ class ChannelRouter:
             len(state.request.output_token_ids),
             why,
         )
+
+    def _welcome_back(self, link: _Link) -> None:
+        """Undo the drain of a replica that left and is a member again."""
+        if not link.is_member or link.channel is None or link.replica_id not in self._left:
+            return
+        del self._left[link.replica_id]
+        link.channel.end_drain()
+        if link.mover is not None:
+            link.mover.cancel()
+            link.mover = None
 
     def _start_moving(self, link: _Link) -> None:
         if link.mover is None and link.channel is not None and link.channel.num_streams:
@@ -312,6 +332,7 @@ class ChannelRouter:
         if not link.is_member:
             channel.drain()
             self._forget_if_idle(link)
+        self._welcome_back(link)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -375,6 +375,29 @@ async def test_the_death_of_a_leaving_replica_is_not_counted_against_its_request
         assert tokens_of(await running) == [token_at([1, 2, 3], position) for position in range(40)]
 
 
+@pytest.mark.parametrize("is_busy", [True, False], ids=["with streams", "idle"])
+async def test_a_replica_that_is_a_member_again_takes_work_again(is_busy: bool) -> None:
+    """As when Serve's controller starts anew and tells of the replicas one after the other."""
+    async with fleet(drain_grace_s=0.2) as one:
+        cores = {name: FakeCore(step_s=0.005) for name in "ab"}
+        for name, core in cores.items():
+            one.start(name, core)
+        await one.ready("a", "b")
+        running = [
+            asyncio.create_task(collect(one.router, request(f"r{i}", max_tokens=400))) for i in range(2 * is_busy)
+        ]
+        await become_true(lambda: len(one.held) == len(running))
+        one.router.set_members(["a"])
+        await become_true(lambda: one.engines["b"].loop._is_draining)
+        await one.ready("a", "b")
+        await become_true(lambda: not one.engines["b"].loop._is_draining)
+        added = len(cores["b"].added)
+        await asyncio.gather(*(collect(one.router, request(f"new{i}")) for i in range(4)))
+        assert len(cores["b"].added) >= added + 1
+        for stream in running:
+            assert tokens_of(await stream) == [token_at([1, 2, 3], position) for position in range(400)]
+
+
 async def test_a_stream_that_waits_in_vain_for_a_replica_ends_with_what_clients_may_retry() -> None:
     async with fleet(max_wait_s=0.3) as one:
         one.start("a", FakeCore(step_s=0.005))
