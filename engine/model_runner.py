@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from .models.decoder import Decoder
 from .parallel.groups import Groups
 from .parallel.layout import ShardLayout
 from .parallel.place import RankPlace
+from .parallel.rank_runner import RankRunner
 from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up
 from .runner import ModelRunner, RunnerOptions
 from .weights.load import load_weights
@@ -71,13 +73,14 @@ def build_model_runner(
     place: RankPlace | None = None,
     groups: Groups | None = None,
     report: Report = lambda name, seconds: None,
-    make_runner: MakeRunner = ModelRunner,
+    make_runner: MakeRunner | None = None,
 ) -> BuiltRunner:
     """Load the weights, size and allocate the cache, compile what steps need.
 
     With `place` (None: the only rank) that rank's part: its slices, its layers' caches, as many blocks as the rank
     with the least room has. All ranks call it with the same configuration; `groups` connects them. `make_runner`
-    makes the runner, also those that only measure; all ranks give them the same plans.
+    (None: ModelRunner, or RankRunner in a gang) makes the runner, also those that only measure; all ranks give them the
+    same plans.
 
     `report` is told each phase's name and seconds: weights, compile (CUDA), profile (CUDA), kv_cache, warmup (CUDA).
     Raises ConfigError or CheckpointError with a sentence that says what to change.
@@ -87,6 +90,8 @@ def build_model_runner(
     assert place.world_size == 1 or groups is not None, "ranks of a gang need groups"
     shard = ShardLayout.of(shape, place)
     is_alone = place.world_size == 1
+    if make_runner is None:
+        make_runner = ModelRunner if is_alone or groups is None else partial(RankRunner, groups=groups)
     device = choose_device(config.device)
     dtype_name = config.model.dtype if config.model.dtype != "auto" else shape.dtype
     if device.type == "cpu":

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 from manta.engine.config import EngineConfig
@@ -58,7 +57,6 @@ def build_rank(
     from manta.engine.model_runner import build_model_runner, choose_device
 
     from .groups import join_groups
-    from .rank_runner import RankRunner
 
     device = choose_device(config.device)
     if device.type == "cpu":
@@ -71,15 +69,7 @@ def build_rank(
         raise EngineFailed(
             f"Rank {member.place.rank} did not meet the others within {MEET_S:.0f} s; their logs say why. ({error})"
         ) from None
-    return build_model_runner(
-        config,
-        source,
-        shape,
-        place=member.place,
-        groups=groups,
-        report=report,
-        make_runner=partial(RankRunner, groups=groups),
-    )
+    return build_model_runner(config, source, shape, place=member.place, groups=groups, report=report)
 
 
 def share_cpu(num_ranks: int) -> None:

@@ -5,7 +5,6 @@ Only the processes are missing: scheduler, plans, ring, exchanges between ranks 
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from manta.engine.parallel.follower import Follower
 from manta.engine.parallel.groups import Groups
 from manta.engine.parallel.link import DriverLink, FollowerLink
 from manta.engine.parallel.place import RankPlace
-from manta.engine.parallel.rank_runner import RankRunner
 from manta.engine.parallel.sharded_runner import ShardedRunner
 from manta.engine.parallel.vitals import StepClock
 from manta.engine.plan import Runner
@@ -65,10 +63,8 @@ class NoWatch:
 
 def build(shape: ModelShape, place: RankPlace, groups: Groups | None) -> BuiltRunner:
     config = EngineConfig.build("random", device="cpu", dtype="float32", load_format="dummy", **SIZES)
-    make: dict[str, Any] = {} if groups is None else {"make_runner": partial(RankRunner, groups=groups)}
-    return build_model_runner(
-        config, ModelSource("random", "dummy", Path(), None), shape, place=place, groups=groups, **make
-    )
+    source = ModelSource("random", "dummy", Path(), None)
+    return build_model_runner(config, source, shape, place=place, groups=groups)
 
 
 def core_of(runner: Runner, built: BuiltRunner, shape: ModelShape, num_micro_batches: int) -> EngineCore:
