@@ -20,7 +20,7 @@ import httpx
 from manta.deploy import processes, settings
 from manta.deploy.checks import free_ports
 from manta.deploy.config import DeployConfig
-from manta.deploy.ray_local import LocalRay, choose_haproxy, join, quiet
+from manta.deploy.ray_local import LocalRay, choose_haproxy, join, keep_logs, quiet
 from manta.engine.config import Section
 from manta.engine.errors import MantaError
 
@@ -105,8 +105,8 @@ class ChaosSystem:
         return len(processes.instance_processes(self._ray.instance, self._ray.folder))
 
     def keep_logs(self, folder: Path) -> Path | None:
-        """Copy Ray's logs to a folder that stays; None without any, or with a lab."""
-        return self._ray.keep_logs(folder) if isinstance(self._ray, LocalRay) else None
+        """Copy Ray's logs to a folder that stays; None without any."""
+        return keep_logs(self._ray.logs, folder)
 
     def lab_and_node(self, rng: random.Random) -> tuple[NodeLab, LabNode]:
         """The lab, and one of its nodes that holds ranks. Raises ChaosFailed without a lab."""

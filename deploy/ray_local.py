@@ -120,15 +120,20 @@ class LocalRay:
         processes.collect_children(timeout_s=2.0)
 
     def keep_logs(self, logs_dir: Path) -> Path | None:
-        """Copy the logs to a folder that stays; None if there are none. Older copies than the last five go."""
-        if not self.logs.is_dir():
-            return None
-        kept = logs_dir / time.strftime("serve-%Y%m%d-%H%M%S")
-        logs_dir.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(self.logs.resolve(), kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-        for old in sorted(logs_dir.glob("serve-*"))[:-5]:
-            shutil.rmtree(old, ignore_errors=True)
-        return kept
+        """Copy this Ray's logs to a folder that stays; see the function."""
+        return keep_logs(self.logs, logs_dir)
+
+
+def keep_logs(logs: Path, logs_dir: Path) -> Path | None:
+    """Copy Ray's logs to a folder that stays; None if there are none. Older copies than the last five go."""
+    if not logs.is_dir():
+        return None
+    kept = logs_dir / time.strftime("serve-%Y%m%d-%H%M%S")
+    logs_dir.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(logs.resolve(), kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    for old in sorted(logs_dir.glob("serve-*"))[:-5]:
+        shutil.rmtree(old, ignore_errors=True)
+    return kept
 
 
 def join(address: str) -> None:

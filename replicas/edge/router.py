@@ -236,7 +236,9 @@ class ChannelRouter:
 
     def _welcome_back(self, link: _Link) -> None:
         """Undo the drain of a replica that left and is a member again."""
-        if not link.is_member or link.channel is None or link.replica_id not in self._left:
+        if not link.is_member or link.channel is None or link.channel.lost is not None:
+            return  # later, when it is connected
+        if link.replica_id not in self._left:
             return
         del self._left[link.replica_id]
         link.channel.end_drain()
