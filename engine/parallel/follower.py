@@ -46,14 +46,17 @@ class Follower:
         report: Report = lambda name, seconds: None,
         *,
         on_broken: Callable[[str], None] = end_process,
+        minds_silence: bool = True,
     ) -> None:
         """`on_broken(reason)` is called by another thread when the gang is broken; it ends the process, since the
-        thread of `run` may be stuck in an exchange with a rank that is gone."""
+        thread of `run` may be stuck in an exchange with a rank that is gone. `minds_silence`: False where rank 0 may be
+        suspended, and its end is noticed all the same."""
         assert not member.place.is_driver, "rank 0 plans"
         self._config = config
         self._member = member
         self._report = report
         self._on_broken = on_broken
+        self._minds_silence = minds_silence
         self._phases = _PhaseTimes()
         self._stop = threading.Event()
         self._num_steps = 0
@@ -73,7 +76,7 @@ class Follower:
         Raises ConfigError or CheckpointError when this rank cannot start; rank 0 raises the same.
         """
         store = open_store(self._member)
-        watch = Watch(self._member, store, self._on_broken)
+        watch = Watch(self._member, store, self._on_broken, minds_silence=self._minds_silence)
         try:
             link = FollowerLink(self._member, store)
             self._end_phase("connect")

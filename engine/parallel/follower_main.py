@@ -23,7 +23,9 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, name="manta-parent", daemon=True).start()
     try:
         # Rank 0 explains to the user; whatever it cannot learn from this rank is seen here.
-        Follower(EngineConfig.model_validate_json(task.config), task.member, on_broken=_end).run()
+        config = EngineConfig.model_validate_json(task.config)
+        # A user may suspend a script; that it has ended is seen at the pipe.
+        Follower(config, task.member, on_broken=_end, minds_silence=False).run()
         os._exit(0)  # threads of the exchange need not be unwound
     except MantaError:
         os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 BEAT_S = 1.0
@@ -69,6 +70,7 @@ class StepClock:
         """`predict`: seconds that a step of so many tokens takes at most."""
         self._predict = predict
         self._waits_for: tuple[int, int, float] | None = None  # step id, tokens, since when
+        self._awake_since_s = -math.inf
         self._sizes_seen: set[int] = set()
         self._num_ended = 0
         self._s_per_token = 0.0
@@ -113,6 +115,10 @@ class StepClock:
         waits_for = self._waits_for
         return None if waits_for is None else (now_s - waits_for[2], self.allowed_s(waits_for[1]))
 
+    def was_frozen(self, now_s: float) -> None:
+        """The host itself did not run for a while, until now: that time is no step's."""
+        self._awake_since_s = now_s
+
     def overdue(self, now_s: float) -> str | None:
         """A sentence when the step that the host waits for hangs."""
         waits_for = self._waits_for
@@ -120,8 +126,7 @@ class StepClock:
             return None
         step_id, num_tokens, since_s = waits_for
         allowed_s = self.allowed_s(num_tokens)
-        if now_s - since_s <= allowed_s:
+        took_s = now_s - max(since_s, self._awake_since_s)
+        if took_s <= allowed_s:
             return None
-        return (
-            f"Step {step_id} of {num_tokens} tokens hangs: {now_s - since_s:.1f} s, where {allowed_s:.1f} s may pass."
-        )
+        return f"Step {step_id} of {num_tokens} tokens hangs: {took_s:.1f} s, where {allowed_s:.1f} s may pass."

@@ -112,17 +112,22 @@ class _Peer:
 class Watch:
     """One rank's watch: rank 0 over all others, the others over rank 0. Its methods may be called by any thread."""
 
-    def __init__(self, member: GangMember, store: Store, on_broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, member: GangMember, store: Store, on_broken: Callable[[str], None], *, minds_silence: bool = True
+    ) -> None:
         """Rank 0 listens and says where through `store`, the others connect (and wait for rank 0's address).
 
-        `on_broken(reason)` is called at most once, from the watch's thread. Raises EngineFailed when rank 0 cannot be
-        reached or does not know the gang's secret.
+        `on_broken(reason)` is called at most once, from the watch's thread. `minds_silence`: False where the end of the
+        other's process is noticed all the same and its being suspended is no fault. Raises EngineFailed when rank 0
+        cannot be reached or does not know the gang's secret.
         """
         self.steps: StepClock | None = None
         """Set, on rank 0, once steps are to be judged."""
         self._member = member
         self._key = member.key("watch")
         self._on_broken = on_broken
+        self._minds_silence = minds_silence
+        self._judged_at_s = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._peers: dict[int, _Peer] = {}
@@ -242,11 +247,13 @@ class Watch:
     def _judge(self, now_s: float) -> None:
         with self._lock:
             silent = self._silence.look(now_s)
-        if silent is not None:
+        if silent is not None and self._minds_silence:
             self._break(
                 EngineFailed(f"Rank {silent[0]} is not heard of for {silent[1]:.1f} s: dead, frozen or cut off.")
             )
-        steps = self.steps
+        steps, before_s, self._judged_at_s = self.steps, self._judged_at_s, now_s
+        if steps is not None and now_s - before_s > 2 * BEAT_S:
+            steps.was_frozen(now_s)
         overdue = None if steps is None else steps.overdue(now_s)
         if overdue is not None:
             self._break(EngineFailed(overdue))

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from manta.engine.errors import ConfigError, EngineFailed
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.parallel.local_gang import LocalGang
 from manta.engine.parallel.member import GangSeat
+from manta.engine.parallel.vitals import SILENCE_S
 from manta.engine.sim_device import start_simulated
 from manta.engine.startup import start_engine
 from tests.engine.engines import request, run
@@ -131,3 +133,24 @@ def test_a_process_that_ends_before_it_has_met_the_others_fails_the_start(model:
         config = config_of(model)
         with pytest.raises(EngineFailed, match="process of rank 1 ended with code -9"):
             start_simulated(config, load_shape(resolve_model(config.model)), seat)
+
+
+def test_a_parent_that_was_suspended_goes_on(model: str):
+    code = (
+        "import os\n"
+        "from tests.engine.parallel.test_local_gang import *\n"
+        f"with LocalGang(config_of({model!r}), tp_size=2, pp_size=1, devices=['sim:5ms'] * 2) as gang:\n"
+        f"    core = start(gang, {model!r})\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    input()\n"
+        "    print(len(run(core, request('a', [1, 2, 3], max_tokens=50))['a']))\n"
+        "    core.close()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == f"{parent.pid}\n"
+        parent.send_signal(signal.SIGSTOP)
+        time.sleep(SILENCE_S + 1.5)  # longer than a silence that would be minded
+        parent.send_signal(signal.SIGCONT)
+        assert parent.communicate("\n", timeout=20)[0] == "50\n"

@@ -96,6 +96,15 @@ def test_a_known_speed_decides_where_there_is_one():
     assert clock.allowed_s(1000) == 20.0
 
 
+def test_time_in_which_the_host_was_frozen_is_no_step_s():
+    clock = StepClock()
+    now_s = steps(clock, count=20, num_tokens=8, took_s=0.01)
+    clock.begin(20, 8, now_s)
+    clock.was_frozen(now_s + 1000)
+    assert clock.overdue(now_s + 1001) is None
+    assert clock.overdue(now_s + 1006) is not None
+
+
 def test_nothing_hangs_while_the_host_waits_for_nothing():
     clock = StepClock()
     now_s = steps(clock, count=20, num_tokens=8, took_s=0.01)
