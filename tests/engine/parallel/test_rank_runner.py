@@ -108,8 +108,10 @@ def answers(core: EngineCore) -> dict[str, list[RequestDelta]]:
     return deltas
 
 
-def answers_of_gang(shape: ModelShape, *, tp: int, pp: int) -> dict[str, list[RequestDelta]]:
-    gang, store = members(tp, pp), LocalStore()
+def answers_of_gang(
+    shape: ModelShape, *, tp: int, pp: int, nodes: tuple[str, ...] = ()
+) -> dict[str, list[RequestDelta]]:
+    gang, store = members(tp, pp, nodes=nodes), LocalStore()
 
     def work(place: RankPlace, groups: Groups) -> dict[str, list[RequestDelta]]:
         watch: Any = NoWatch()
@@ -140,10 +142,18 @@ def answers_of_gang(shape: ModelShape, *, tp: int, pp: int) -> dict[str, list[Re
     ids=str,
 )
 def test_a_gang_gives_the_answers_of_one_rank(model: dict[str, Any], tp: int, pp: int):
-    shape = random_shape(**model)
+    check(random_shape(**model), tp=tp, pp=pp)
+
+
+def test_stages_on_other_nodes_follow_over_the_network():
+    nodes = ("127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2")
+    check(random_shape(q=6, kv=2), tp=2, pp=2, nodes=nodes)
+
+
+def check(shape: ModelShape, *, tp: int, pp: int, nodes: tuple[str, ...] = ()) -> None:
     alone = build(shape, RankPlace(0), None)
     expected = answers(core_of(alone.runner, alone, shape, 1))
-    found = answers_of_gang(shape, tp=tp, pp=pp)
+    found = answers_of_gang(shape, tp=tp, pp=pp, nodes=nodes)
     assert found.keys() == expected.keys()
     for name, deltas in expected.items():
         assert tokens_of(found[name]) == tokens_of(deltas), name
