@@ -88,8 +88,13 @@ class StateLogs:
 
     def find(self) -> list[RankLog]:
         from ray.util.state import list_actors
+        from ray.util.state.exception import RayStateApiException
 
-        actors: list[Any] = list_actors(filters=[("class_name", "=", "EngineShard")], detail=True, limit=MAX_ACTORS)
+        try:
+            actors: list[Any] = list_actors(filters=[("class_name", "=", "EngineShard")], detail=True, limit=MAX_ACTORS)
+        except RayStateApiException as error:
+            reason = ray_local.first_line(error)
+            raise NoLogs(f"Ray's dashboard, which knows the ranks, does not answer: {reason}") from error
         found = []
         for actor in actors:
             replica_id, separator, rank = (actor.name or "").rpartition(":rank")
@@ -99,11 +104,15 @@ class StateLogs:
 
     def lines(self, log: RankLog, *, tail: int, follow: bool) -> Iterator[str]:
         from ray.util.state import get_log
+        from ray.util.state.exception import RayStateApiException
 
         rest = ""
-        for piece in get_log(actor_id=log.place, suffix="err", tail=tail, follow=follow, errors="replace"):
-            *whole, rest = (rest + piece).split("\n")
-            yield from whole
+        try:
+            for piece in get_log(actor_id=log.place, suffix="err", tail=tail, follow=follow, errors="replace"):
+                *whole, rest = (rest + piece).split("\n")
+                yield from whole
+        except RayStateApiException as error:
+            raise NoLogs(f"Ray cannot give the log of rank {log.rank}: {ray_local.first_line(error)}") from error
         if rest:
             yield rest
 

@@ -107,7 +107,6 @@ def smallest_number(text: str) -> int | None:
 
 def make_token(file: Path) -> bool:
     """Write a new token that only this user can read, unless there is one. Whether it was written."""
-    file = file.expanduser()
     if file.exists():
         return False
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -121,21 +120,24 @@ def check_token(*, is_head: bool) -> str | None:
     """Make the token on a head that has none; what to tell the user. Raises ConfigError on another node without one."""
     if settings.has_ray_token():
         return None
+    file = settings.ray_token_file()
     if not is_head:
         raise ConfigError(
-            f"this machine has no Ray token: copy {settings.RAY_TOKEN_FILE} from the head (readable by you alone), or "
+            f"this machine has no Ray token: copy {file} from the head (readable by you alone), or "
             "name its file in RAY_AUTH_TOKEN_PATH"
         )
-    make_token(settings.RAY_TOKEN_FILE)
-    return f"made a token in {settings.RAY_TOKEN_FILE}: copy it to every machine that is to join"
+    make_token(file)
+    return f"made a token in {file}: copy it to every machine that is to join"
 
 
 def start(options: NodeOptions) -> None:
-    """Run `ray start`. With `block` this process becomes it, and does not return. Raises NodeFailed."""
+    """Run `ray start`. With `block` this process becomes it, and does not return. Raises NodeFailed.
+
+    What the user has set for Ray in the environment stays, but for token authentication, which is on.
+    """
     use_haproxy = ray_local.haproxy_runs()
-    environment = settings.inherited(
-        node_environment(use_haproxy=use_haproxy, num_cpus=options.num_cpus or os.cpu_count() or 1)
-    )
+    defaults = node_environment(use_haproxy=use_haproxy, num_cpus=options.num_cpus or os.cpu_count() or 1)
+    environment = {**settings.with_defaults(defaults), "RAY_AUTH_MODE": "token"}
     command = [sys.executable, "-m", "ray.scripts.scripts", *ray_start_arguments(options)]
     if options.block:
         os.execve(sys.executable, command, environment)

@@ -55,13 +55,17 @@ class Settings:
         return cls(home=home, url=url, api_key=environ.get("MANTA_API_KEY") or None)
 
 
+def ray_token_file(environ: Mapping[str, str] | None = None) -> Path:
+    """Where Ray looks for its token, unless RAY_AUTH_TOKEN holds it."""
+    environ = os.environ if environ is None else environ
+    path = environ.get("RAY_AUTH_TOKEN_PATH")
+    return (Path(path) if path else RAY_TOKEN_FILE).expanduser()
+
+
 def has_ray_token(environ: Mapping[str, str] | None = None) -> bool:
     """Whether there is a token by which this machine's processes join a Ray that asks for one."""
     environ = os.environ if environ is None else environ
-    if environ.get("RAY_AUTH_TOKEN"):
-        return True
-    path = environ.get("RAY_AUTH_TOKEN_PATH")
-    return (Path(path) if path else RAY_TOKEN_FILE).expanduser().is_file()
+    return bool(environ.get("RAY_AUTH_TOKEN")) or ray_token_file(environ).is_file()
 
 
 def ray_authentication(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -73,6 +77,11 @@ def ray_authentication(environ: Mapping[str, str] | None = None) -> dict[str, st
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for this process and the processes that it starts."""
     os.environ.update(variables)
+
+
+def with_defaults(defaults: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the environment over `defaults`, for a child process: what the user has set stays."""
+    return {**defaults, **os.environ}
 
 
 def inherited(extra: Mapping[str, str]) -> dict[str, str]:
