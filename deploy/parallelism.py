@@ -32,11 +32,11 @@ def resolve_parallel(
     asked = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     if AUTO not in asked:
         return engine, f"tensor parallel {asked[0]} x pipeline parallel {asked[1]}, as configured"
-    nodes = [_gpus_of(node) for node in topology.nodes if node.num_gpus >= 1 and matches(labels, node.labels)]
+    usable = [node for node in topology.nodes if uses_gpus and node.num_gpus >= 1 and matches(labels, node.labels)]
     shape = load_shape(resolve_model(engine.model))
     chosen = choose_sizes(
         shape,
-        nodes if uses_gpus else [],
+        [_gpus_of(node) for node in usable],
         bytes_per_element=BYTES_PER_ELEMENT[shape.dtype if engine.model.dtype == "auto" else engine.model.dtype],
         memory_fraction=engine.cache.memory_fraction,
         max_model_len=engine.model.max_model_len,
