@@ -68,9 +68,16 @@ class PinnedRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         wanted = pending_request.kwargs.get("replica_id") if pending_request is not None else None
-        if wanted is None:
+        if pending_request is None or wanted is None:
             return [candidate_replicas]
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]]
+        found = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
+        if found:
+            return [found]
+        # Without a choice Serve asks again at once and for ever, and nothing else runs in this process any more. The
+        # call is answered instead; with some choice Serve looks at it and sees that it is over.
+        if not pending_request.future.done():
+            pending_request.future.set_exception(RayServeException(f"replica {wanted} is gone"))
+        return [candidate_replicas]
 
 
 class ServeDirectory:
