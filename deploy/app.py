@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def build_app(config: DeployConfig) -> serve.Application:
     Nodes may join later: what has no room waits. Raises ConfigError when no split of the model is possible.
     """
     keys = cluster_keys()
-    engine_config, spec = plan(config, _topology())
-    serving = config.serving
+    planned = plan(config, _topology())
+    logger.info("%s", planned.reason)
+    engine_config, spec, serving = planned.engine, planned.spec, config.serving
     asked = demand(spec)
     labels: dict[str, Any] = {}
     if asked.bundle_labels is not None:
@@ -112,12 +114,27 @@ def build_app(config: DeployConfig) -> serve.Application:
     return edge.bind(settings, keys, engine.bind(engine_config, keys, spec))
 
 
-def plan(config: DeployConfig, topology: Topology) -> tuple[EngineConfig, GangSpec]:
-    """The engine's configuration with its split settled, and what each replica asks of the cluster."""
+@dataclass(frozen=True)
+class DeployPlan:
+    """A deployment with its split settled."""
+
+    engine: EngineConfig
+    spec: GangSpec
+    """What each replica asks of the cluster."""
+    reason: str
+    """Why the model is split like that, as a sentence without its end."""
+
+
+def plan(config: DeployConfig, topology: Topology) -> DeployPlan:
+    """Settle how the model is split over ranks. Raises ConfigError when it cannot be."""
     uses_gpus = _uses_gpus(config.engine, topology)
     engine, reason = resolve_parallel(config.engine, topology, uses_gpus=uses_gpus, labels=config.serving.node_labels)
-    logger.info("%s", reason)
-    return engine, gang_spec(engine, config.serving, uses_gpus=uses_gpus)
+    return DeployPlan(engine, gang_spec(engine, config.serving, uses_gpus=uses_gpus), reason)
+
+
+def plan_here(config: DeployConfig) -> DeployPlan:
+    """The same on the Ray that is connected."""
+    return plan(config, _topology())
 
 
 def gang_spec(engine: EngineConfig, serving: ServingConfig, *, uses_gpus: bool) -> GangSpec:
@@ -138,15 +155,14 @@ def check_room(config: DeployConfig) -> None:
     topology = _topology()
     if config.engine.device == "cuda" and not any(node.num_gpus for node in topology.nodes):
         raise ConfigError("engine.device = 'cuda': Ray knows no GPU here; use device=cpu", field="engine.device")
-    _, spec = plan(config, topology)
-    result = place(topology, spec, num_replicas=config.serving.num_replicas)
+    result = place(topology, plan(config, topology).spec, num_replicas=config.serving.num_replicas)
     if isinstance(result, CannotPlace):
         raise ConfigError(f"there is no room for this deployment: it {result.missing}", field="serving.num_replicas")
 
 
 def room_question(config: DeployConfig, app_name: str) -> Callable[[], str | None]:
     """What asks the Ray that is connected why engine replicas wait for room; see `what_is_missing`."""
-    _, spec = plan(config, _topology())
+    spec = plan_here(config).spec
     return lambda: what_is_missing(spec, app_name, ENGINE)
 
 

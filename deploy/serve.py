@@ -177,8 +177,10 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
     from ray import serve as ray_serve
     from ray.serve.schema import LoggingConfig
 
-    from .app import build_app, check_room, room_question
+    from .app import build_app, check_room, plan_here, room_question
 
+    if not config.engine.parallel.is_settled:
+        progress.say(plan_here(config).reason)
     if config.serving.ray_address is None:
         check_room(config)
     ray_local.quiet()

@@ -18,6 +18,7 @@ from manta.cluster.placement import Placement, place
 from manta.cluster.topology import Node, Topology
 from manta.deploy.cli import app
 from manta.deploy.serve import APP_NAME
+from manta.engine.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray Serve's own fields
 
@@ -110,6 +111,16 @@ def test_what_the_service_serves_has_room_on_its_workers(tmp_path: Path) -> None
     placed = place(Topology(tuple(nodes)), spec, num_replicas=config.serving.num_replicas)
     assert isinstance(placed, Placement), placed
     assert len(set(placed.nodes)) == config.serving.num_replicas
+
+
+def test_a_key_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+    from manta.deploy.app import config_of
+
+    with pytest.raises(ConfigError, match="No such file"):
+        config_of({"api_key_file": str(tmp_path / "missing")})
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        config_of({"api_key_file": str(tmp_path / "empty")})
 
 
 def test_the_network_policy_lets_clients_reach_the_port_that_is_served() -> None:
