@@ -17,6 +17,7 @@ import torch
 from manta.engine.errors import ConfigError
 from manta.engine.model_runner import BuiltRunner
 from manta.engine.plan import NewSequence, Row, StepPlan
+from manta.engine.prefill_graphs import padded_tokens
 from manta.engine.request import SamplingParams
 from tests.engine.runners import GREEDY, Driver, build, expected_greedy, save_tiny
 
@@ -187,12 +188,15 @@ def test_graphs_change_no_token(tiny: tuple[Path, Any], draw: str, dtype: str):
 def test_graphs_are_captured_in_advance_until_none_is_missing(tiny: tuple[Path, Any]):
     built = cuda(tiny[0], max_num_seqs=8)
     expected = Driver(built).generate(PROMPTS, 12)
-    graphs = built.runner._graphs
+    graphs, prefills = built.runner._graphs, built.runner._prefill_graphs
     assert graphs is not None
+    assert prefills is not None
     count = len(graphs._steps)
     while built.runner.prepare_more():
         count += 1
-    assert count == len(graphs._steps) == 4 * 3  # 1, 2, 4 and 8 rows; greedy, plain and filtered draws
+    assert len(graphs._steps) == 4 * 3  # 1, 2, 4 and 8 rows; greedy, plain and filtered draws
+    assert len(prefills._graphs) == len(padded_tokens(2048))
+    assert count == len(graphs._steps) + len(prefills._graphs)
     before = set(graphs._steps)
     assert Driver(built).generate(PROMPTS, 12) == expected
     assert Driver(built).generate(PROMPTS[:3], 4, DRAWS["plain"])
