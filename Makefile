@@ -55,8 +55,9 @@ check: $(VENV)/installed  ## formatting, ruff, pyright and the fast tests
 	@$(VENV)/bin/ruff check --fix .
 	@tools/run_tests.sh fast
 
-soak: $(VENV)/installed model  ## break a served model for ten minutes under load (ARGS='--minutes 60 --seed 1')
+soak: $(VENV)/installed model  ## break a served model for ten minutes under load, then kill it at every token (ARGS='--minutes 60')
 	@$(VENV)/bin/manta chaos --minutes 10 --json soak.json $(ARGS)
+	@MANTA_KILLS=all $(PY) -m pytest -q tests/replicas/test_survival.py
 
 gpu-test: $(VENV)/installed model  ## the tests that need a CUDA GPU
 	@tools/run_tests.sh gpu
