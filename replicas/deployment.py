@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
+from ray.exceptions import ActorDiedError
 from ray.serve.handle import DeploymentHandle
 
 from manta.cluster.discover import what_is_missing
@@ -80,7 +81,10 @@ class EngineReplica:
         await self._held.wait(edge_id)
 
     async def check_health(self) -> None:
-        """Raises when a rank is dead or hangs. ActorDiedError has this replica replaced at the first failure."""
+        """Raises when a rank is dead or hangs. ActorDiedError has this replica replaced at the first failure: also when
+        its engine is alive but the channel to it is lost, as edges have lost theirs then."""
+        if self._watch.lost is not None:
+            raise ActorDiedError from self._watch.lost
         await self._group.check()
 
     def __del__(self) -> None:

@@ -146,6 +146,14 @@ def test_streams_wait_for_a_replacement_when_all_engines_are_killed(
     assert {name: metric(server, name) for name in gauges} == dict.fromkeys(gauges, 0.0)
 
 
+def test_a_frozen_engine_is_replaced(server: Served, undisturbed: list[list[int]]) -> None:
+    before = {replica["replica_id"] for replica in ready(server)}
+    frozen = shard_pids(server)[0]
+    assert streams(server, disturb=lambda: os.kill(frozen, signal.SIGSTOP)) == undisturbed
+    wait_until(lambda: len({replica["replica_id"] for replica in ready(server)} - before) == 1, timeout_s=30)
+    wait_until(lambda: frozen not in shard_pids(server))
+
+
 def test_many_choices_of_one_request_do_not_block_the_edge(server: Served) -> None:
     """Serve's router must not be given several pending calls under one internal request id."""
     body = {"model": "sim-h200", "prompt": "x", "max_tokens": 2, "temperature": 1.0, "n": 16}
