@@ -21,7 +21,7 @@ import triton
 from manta.engine.errors import ConfigError
 from manta.kernels import activation, kv_cache, rmsnorm, rope, sampling
 
-from . import kernel_decode, kernel_decode_tuning, kernel_linears, kernel_prefill
+from . import kernel_decode, kernel_decode_tuning, kernel_linears, kernel_linears_tuning, kernel_prefill
 from .kernel_timing import (
     HEADER,
     LLAMA_8B,
@@ -260,7 +260,7 @@ SECTIONS: dict[str, Section] = {
     "sampling": bench_sampling,
 }
 TUNERS: dict[str, Tuner] = {
-    "linear": kernel_linears.tune,
+    "linear": kernel_linears_tuning.tune,
     "attention_decode": kernel_decode_tuning.tune,
     "attention_shared_prefix": kernel_decode_tuning.tune_shared_prefix,
     "attention_prefill": kernel_prefill.tune,

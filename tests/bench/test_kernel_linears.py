@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from manta.bench import kernel_linears, kernel_timing
+from manta.bench import kernel_linears, kernel_linears_tuning, kernel_timing
 from manta.bench.kernel_candidates import SHARED_BYTES, candidates
-from manta.bench.kernel_linears import Layer, Operands, entries_of, layers_of, measure, variant
+from manta.bench.kernel_linears import Layer, Operands, layers_of
+from manta.bench.kernel_linears_tuning import best_piece, entries_of, measure, variant
 from manta.bench.kernel_timing import LLAMA_8B, LLAMA_70B_RANK, MODELS, ModelShape, Peaks
 from manta.kernels import linear
 from manta.kernels.gemm import GemmTiles
@@ -38,7 +39,7 @@ def test_floors_are_bytes_for_few_rows_and_operations_for_many() -> None:
 def test_candidates_are_few_and_fit(model: Any) -> None:
     variants = set()
     for layer in layers_of(model):
-        for rows in kernel_linears.buckets_of(layer):
+        for rows in kernel_linears_tuning.buckets_of(layer):
             tried = candidates(layer.kind, layer.n_size, layer.k_size, rows, 132)
             assert 3 <= len(tried) <= 24
             assert len(set(tried)) == len(tried)
@@ -94,8 +95,10 @@ class Measured:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[linear.Tiles | None, float]) -> None:
         self.wrong: set[linear.Tiles] = set()
-        monkeypatch.setattr(kernel_linears, "candidates", lambda *_: [tiles for tiles in times if tiles is not None])
-        monkeypatch.setattr(kernel_linears, "time_us", lambda calls: times[calls])
+        monkeypatch.setattr(
+            kernel_linears_tuning, "candidates", lambda *_: [tiles for tiles in times if tiles is not None]
+        )
+        monkeypatch.setattr(kernel_linears_tuning, "time_us", lambda calls: times[calls])
         monkeypatch.setattr(Operands, "calls", lambda _, tiles, rows: tiles)
         monkeypatch.setattr(Operands, "relative_error", lambda _, tiles, rows, expected: float(tiles in self.wrong))
 
@@ -132,8 +135,8 @@ def test_results_are_checked_against_fp32(kind: str) -> None:
     operands = Operands(Layer("any", kind, 96, 128), 200, CPU)
     for rows in (1, 200):
         expected = operands.expected(rows)
-        assert operands.relative_error(None, rows, expected) < kernel_linears.MAX_RELATIVE_ERROR
-        assert operands.relative_error(None, rows, 1.02 * expected) > kernel_linears.MAX_RELATIVE_ERROR
+        assert operands.relative_error(None, rows, expected) < kernel_linears_tuning.MAX_RELATIVE_ERROR
+        assert operands.relative_error(None, rows, 1.02 * expected) > kernel_linears_tuning.MAX_RELATIVE_ERROR
 
 
 def test_every_timed_call_works_on_small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +159,34 @@ def test_every_timed_call_works_on_small_shapes(monkeypatch: pytest.MonkeyPatch)
         f"{what}_{name}" for what in ("linear", "deterministic") for name in names
     }
     assert all(line.time_us == 2.0 and line.ratio in (1.0, None) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("times", "piece"), [((100.0, 99.5, 99.8), None), ((100.0, 97.0, 98.0), 2048), ((100.0, 99.9, 90.0), 4096)]
+)
+def test_a_piece_has_to_save_a_hundredth(
+    times: tuple[float, ...], piece: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_size = dict(zip((8192, 2048, 4096), times, strict=True))
+    monkeypatch.setattr(Operands, "pieced_call", lambda _, plan, rows, size: size)
+    monkeypatch.setattr(kernel_linears_tuning, "sustained_us", by_size.__getitem__)
+    operands = Operands(Layer("down", "add", 32, 16), 4, CPU)
+    assert best_piece(operands, [{"kernel": "library"}]) == piece
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "add"])
+def test_pieces_make_the_whole_layer(kind: str) -> None:
+    torch.manual_seed(0)
+    operands = Operands(Layer("some", kind, 32, 16), 10, CPU)
+    out: list[torch.Tensor] = []
+    apply = linear.apply
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        out.append(apply(*arguments, **options))
+        return out[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "apply", noted)
+        operands.pieced_call(linear.Plan((), (None,)), 10, 4)()
+    assert [len(part) for part in out] == [4, 4, 2]
+    torch.testing.assert_close(torch.cat(out).float(), operands.expected(10), rtol=2e-2, atol=2e-2)
