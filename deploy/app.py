@@ -96,7 +96,7 @@ def build_app(config: DeployConfig) -> serve.Application:
         ray_actor_options={"num_cpus": EDGE_CPUS},
         max_ongoing_requests=MAX_ONGOING,
         health_check_period_s=1.0,
-        graceful_shutdown_timeout_s=serving.graceful_shutdown_timeout_s,
+        graceful_shutdown_timeout_s=serving.edge_drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(Edge)
     settings = EdgeSettings(

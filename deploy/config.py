@@ -57,7 +57,12 @@ class ServingConfig(Section):
     drain_grace_s: float = Field(
         default=5.0, ge=0, description="requests on a replica that leaves may end there for so long, then they move"
     )
-    graceful_shutdown_timeout_s: float = Field(default=30.0, ge=0, description="running streams may finish for so long")
+    graceful_shutdown_timeout_s: float = Field(
+        default=30.0, ge=0, description="when all of it ends, running streams may finish for so long"
+    )
+    edge_drain_timeout_s: float = Field(
+        default=3600.0, ge=0, description="an edge that is replaced ends its streams, which cannot move, for so long"
+    )
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         default="auto", description="what listens on the port: HAProxy where its binary runs, else Serve's own proxy"
     )
