@@ -12,7 +12,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help install model serve test check format soak gpu-test gpu-bench aot clean
+.PHONY: help install model serve test check format cluster-test soak gpu-test gpu-bench aot clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -54,6 +54,9 @@ check: $(VENV)/installed  ## formatting, ruff, pyright and the fast tests
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 	@tools/run_tests.sh fast
+
+cluster-test: $(VENV)/installed model  ## the tests on several Ray nodes in network namespaces (root; a quarter of an hour)
+	@tools/run_tests.sh cluster
 
 soak: $(VENV)/installed model  ## break a served model for ten minutes under load, then kill it at every token (ARGS='--minutes 60')
 	@$(VENV)/bin/manta chaos --minutes 10 --json soak.json $(ARGS)

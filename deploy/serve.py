@@ -190,6 +190,7 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
         http_options={"host": config.serving.host, "port": config.serving.port},
         logging_config=logging_config,
     )
+    _check_address(config)
     _raise_if_stopped(signals)
     progress.begin("engine and edge processes")
     target = ray_serve.RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=logging_config)
@@ -202,6 +203,20 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
     progress.begin("first answer")
     server.wait_first_answer(signals, until)
     return server
+
+
+def _check_address(config: DeployConfig) -> None:
+    """Raise StartFailed when Serve runs on this Ray already and listens elsewhere: it keeps its first address."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None, "Serve was started"
+    host, port = client.http_config.host, client.http_config.port
+    if (host, port) != (config.serving.host, config.serving.port):
+        raise StartFailed(
+            f"Serve runs on this Ray already and listens at {host}:{port}: use --host {host} --port {port}, or end it "
+            "first with `serve shutdown`"
+        )
 
 
 def num_ranks(config: DeployConfig) -> int:

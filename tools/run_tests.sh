@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests group by group, each in a process of its own, goes on after a failure and sums up. Groups of tests that
 # must not share a process: kernels under the interpreter, compiled ahead of time, on a GPU; Ray, one at a time.
-#   tools/run_tests.sh all | fast | gpu | aot
+#   tools/run_tests.sh all | fast | cluster | gpu | aot
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin
@@ -40,13 +40,16 @@ case "${1:-all}" in
       tests/kernels -m "not aot and not gpu"
     run "kernels, compiled ahead of time" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=20 $parallel tests -m aot
     run "everything else" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=20 $parallel \
-      tests --ignore=tests/kernels -m "not aot and not gpu and not ray"
-    run "Ray and HTTP" "$bin/python" -m pytest -q --durations=20 tests -m "ray and not gpu"
+      tests --ignore=tests/kernels -m "not aot and not gpu and not ray and not cluster"
+    run "Ray and HTTP" "$bin/python" -m pytest -q -rs --durations=20 tests -m "ray and not gpu"
     ;;
   fast)
     style
     run "fast tests" env OMP_NUM_THREADS=1 "$bin/python" -m pytest -q --durations=5 $parallel \
-      tests --ignore=tests/kernels -m "not aot and not gpu and not ray and not model"
+      tests --ignore=tests/kernels -m "not aot and not gpu and not ray and not model and not cluster"
+    ;;
+  cluster)
+    run "several nodes" "$bin/python" -m pytest -q -rsP --durations=20 tests/cluster_nodes -m cluster
     ;;
   gpu)
     run "GPU" "$bin/python" -m pytest -q --durations=20 tests -m gpu
@@ -55,7 +58,7 @@ case "${1:-all}" in
     run "ahead of time, full matrix" env MANTA_AOT=full "$bin/python" -m pytest -q --durations=20 tests -m aot
     ;;
   *)
-    echo "usage: tools/run_tests.sh all | fast | gpu | aot" >&2
+    echo "usage: tools/run_tests.sh all | fast | cluster | gpu | aot" >&2
     exit 2
     ;;
 esac

@@ -28,8 +28,10 @@ STEP_S = 0.02
 class Served:
     """One `manta serve`, in a session of its own; by default of a simulated device whose steps take 20 ms."""
 
-    def __init__(self, *settings: str, target: str = "sim-h200", device: str = "sim:20ms") -> None:
-        (self.port,) = free_ports(1)
+    def __init__(
+        self, *settings: str, target: str = "sim-h200", device: str = "sim:20ms", port: int | None = None
+    ) -> None:
+        self.port = port or free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-u", "-m", "manta", "serve", target, "--port", str(self.port)]
         for setting in (f"device={device}", *settings):
