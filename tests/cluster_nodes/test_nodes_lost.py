@@ -163,9 +163,12 @@ def test_the_loss_of_an_edge_s_node_ends_its_streams_and_service_comes_back(
     seconds_until(lambda: num_running() == 0, within_s=30)
     lab.repair(node)
     failed = [one for one in seen if one.error is not None]
-    ends = {f"{one.error}": round(one.ended_at_s - struck_at_s, 2) for one in failed}
-    print(f"{num_edges} edges, {how}: {ends}")
-    note(f"node of 1 of {num_edges} edges {how}", clients_know_s=max(ends.values(), default=0.0), no_service_s=out_s)
+    know_s = max((one.ended_at_s - struck_at_s for one in failed), default=0.0)
+    print([one.error for one in seen])
+    note(f"node of 1 of {num_edges} edges {how}", clients_know_s=know_s, no_service_s=out_s)
+    # What docs/cluster.md promises.
+    assert know_s < 15.0
+    assert out_s < 15.0
     if num_edges == 1:
         assert len(failed) == len(seen)
     assert_whole([one for one in seen if one.error is None])
