@@ -82,7 +82,9 @@ class SchedulerConfig(Section):
 class ExecutionConfig(Section):
     """How steps run on the device."""
 
-    cuda_graphs: bool = Field(default=True, description="run decode steps as captured CUDA graphs (CUDA only)")
+    cuda_graphs: bool = Field(
+        default=True, description="run decodes and small prefills as captured CUDA graphs (CUDA only)"
+    )
     deterministic: bool = Field(
         default=False,
         description="batch-invariant kernels: greedy tokens do not depend on batch, chunks or cached prefixes (slower)",

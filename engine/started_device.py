@@ -110,6 +110,8 @@ def start_gang_device(
 
 def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> StartedDevice:
     """The same with followers that are started here, as processes of this machine."""
+    from .parallel.sharded_runner import ShardedRunner
+
     tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
     for rank in range(tp_size * pp_size):  # what cannot be split is refused before anything is started
         ShardLayout.of(shape, RankPlace(rank, tp_size, pp_size))
@@ -128,7 +130,9 @@ def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShap
         own = with_overrides(config, {"device": devices[0]})
         device = start_gang_device(own, source, shape, phases, seat)
         atexit.register(close)  # a script need not close its engine: threads of the exchange end before the interpreter
-        gang.watch_for(lambda: bool(getattr(device.runner, "is_waiting", False)))
+        runner = device.runner
+        assert isinstance(runner, ShardedRunner)
+        gang.watch_for(lambda: runner.is_waiting)
         return device
     except BaseException:
         gang.close()

@@ -170,6 +170,7 @@ class ChannelRouter:
     async def run(self, request: EngineRequest, take: Take) -> None:
         state = ResumeState(request=msgspec.structs.replace(request, output_token_ids=list(request.output_token_ids)))
         num_refusals = 0
+        must_go_on = False  # once an engine has had it, an engine that is full is no answer any more
 
         def relay(delta: RequestDelta) -> bool:
             state.add(delta)
@@ -188,28 +189,30 @@ class ChannelRouter:
                 if refusal is None:
                     return
                 num_refusals += 1
-                self._refused(link, refusal, has_delta=state.has_begun, num_refusals=num_refusals)
+                self._refused(link, refusal, must_go_on=must_go_on, num_refusals=num_refusals)
             except ReplicaLeaves:
+                must_go_on = True
                 self._moves(state, link, "it leaves")
             except ChannelLost as lost:
+                must_go_on = True
                 self._count_failure(state, link, lost)
                 self._moves(state, link, str(lost))
             finally:
                 channel.finish(submission.request_id)
                 release()
                 self._forget_if_idle(link)
-            if num_refusals and state.has_begun:
+            if num_refusals and must_go_on:
                 await asyncio.sleep(FULL_POLL_S)
 
-    def _refused(self, link: _Link, refusal: Refusal, *, has_delta: bool, num_refusals: int) -> None:
-        """Returns when the request should try again, elsewhere or later: a stream that has begun waits for room."""
+    def _refused(self, link: _Link, refusal: Refusal, *, must_go_on: bool, num_refusals: int) -> None:
+        """Returns when the request should try again, elsewhere or later: one that was taken before waits for room."""
         if refusal.reason is RefusalReason.DRAINING:
             if link.channel is not None:
                 link.channel.is_draining = True
             self._start_moving(link)
             return
         error = refusal_error(refusal)
-        if not has_delta:
+        if not must_go_on:
             raise error
         if isinstance(error, Overloaded) and num_refusals * FULL_POLL_S < self._limits.max_wait_s:
             return

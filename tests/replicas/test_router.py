@@ -218,6 +218,32 @@ async def test_a_stream_that_has_begun_waits_for_room_instead_of_being_refused()
         assert len(await other) == 60
 
 
+class MuteCore(FakeCore):
+    """Takes requests and never gets to a token."""
+
+    def step(self) -> list[RequestDelta]:
+        time.sleep(0.005)
+        return []
+
+
+async def test_a_request_that_was_taken_waits_for_room_elsewhere_also_before_its_first_token() -> None:
+    async with fleet() as one:
+        one.start("a", MuteCore())
+        await one.ready("a")
+        answer = asyncio.create_task(collect(one.router, request("moves")))
+        await become_true(lambda: one.held == ["a"])
+        full = FakeCore()
+        full.refuses = RefusalReason.OVERLOADED  # as after another edge's requests, of which this one does not know yet
+        one.start("b", full)
+        await one.ready("a", "b")
+        one.engines["a"].close()
+        await become_true(lambda: one.held == ["b"])
+        await asyncio.sleep(0.2)
+        assert not answer.done()
+        full.refuses = None
+        assert tokens_of(await answer) == [token_at([1, 2, 3], position) for position in range(40)]
+
+
 async def test_requests_wait_bounded_while_no_replica_is_ready() -> None:
     async with fleet(max_queued_requests=2) as one:
         waiting = [asyncio.create_task(collect(one.router, request(f"r{i}"))) for i in range(2)]
