@@ -1,13 +1,14 @@
 """`manta bench step-plan`: what it takes to get a step's plan from rank 0's scheduler to followers.
 
 The real scheduler plans decode steps; followers are processes that receive and decode over the real link, on this
-machine. Nothing is computed: between two steps rank 0 sleeps about as long as a step takes, so that followers wait in
-the kernel as they do in service.
+machine. Nothing is computed: between two steps rank 0 sleeps about as long as a step takes. Followers wait as those
+of a gang on GPUs do: with two cores a rank they look for the plan before they sleep, else they sleep at once.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ class FollowerTask(msgspec.Struct):
     member: GangMember
     addresses: dict[str, str]
     num_steps: int
+    looks: bool
 
 
 class Addresses(dict[str, str]):
@@ -73,10 +75,11 @@ class StepCosts:
 
 
 def measure(
-    *, num_ranks: int, num_requests: int, num_steps: int, num_nodes: int = 1, step_s: float = 0.005
+    *, num_ranks: int, num_requests: int, num_steps: int, num_nodes: int = 1, step_s: float = 0.005, looks: bool = True
 ) -> StepCosts:
     """`num_steps` decode steps of `num_requests` running requests. With more nodes than one, the ranks of the others
-    are reached as over a network (loopback addresses stand for nodes)."""
+    are reached as over a network (loopback addresses stand for nodes). `looks`: followers may look before they sleep.
+    """
     hosts = tuple(f"127.0.0.{1 + rank * num_nodes // num_ranks}" for rank in range(num_ranks))
     gang_id = new_gang_id()
     members = [GangMember(RankPlace(rank, num_ranks), hosts[0], 0, hosts, gang_id) for rank in range(num_ranks)]
@@ -85,7 +88,8 @@ def measure(
     with ExitStack() as stack:
         link = stack.enter_context(closing(DriverLink(members[0], addresses)))
         followers = [
-            stack.enter_context(_follower(FollowerTask(member, dict(addresses), num_steps))) for member in members[1:]
+            stack.enter_context(_follower(FollowerTask(member, dict(addresses), num_steps, looks)))
+            for member in members[1:]
         ]
         for follower in followers:
             assert follower.stdout is not None
@@ -123,6 +127,8 @@ def follow() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=FollowerTask)
     decoded_at_ns = []
     with closing(FollowerLink(task.member, Addresses(task.addresses))) as link:
+        if task.looks:
+            link.look_for_plans(task.member)
         print("ready", flush=True)
         while True:
             data = link.receive(60.0)
@@ -175,13 +181,16 @@ def run(
     num_requests: int,
     num_steps: int,
     num_nodes: int = 1,
+    looks: bool = True,
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> Report:
     """Measure and report. Raises ConfigError for sizes that make no gang."""
     if num_ranks < 2 or not 1 <= num_nodes <= num_ranks:
         raise ConfigError("a plan travels between at least 2 ranks, on at most as many nodes", field="--tp")
-    costs = measure(num_ranks=num_ranks, num_requests=num_requests, num_steps=num_steps, num_nodes=num_nodes)
+    costs = measure(
+        num_ranks=num_ranks, num_requests=num_requests, num_steps=num_steps, num_nodes=num_nodes, looks=looks
+    )
     figures: dict[str, float] = {}
     for name, values in asdict(costs).items():
         figures[f"{name}_p50"] = float(np.median(values))
@@ -191,6 +200,8 @@ def run(
         "nodes": num_nodes,
         "running_requests": num_requests,
         "steps": num_steps,
+        "cores": len(os.sched_getaffinity(0)),
+        "followers_may_look": looks,
         "target_us": TARGET_US,
     }
     report = Report("step_plan", {}, workload, figures)

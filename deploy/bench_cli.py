@@ -137,6 +137,9 @@ def step_plan_command(
     num_nodes: Annotated[
         int, typer.Option("--nodes", min=1, help="Nodes that the ranks stand for; others are reached as by network.")
     ] = 1,
+    looks: Annotated[
+        bool, typer.Option("--look/--no-look", help="Whether followers with cores to spare look before they sleep.")
+    ] = True,
     json: Json = None,
 ) -> None:
     """Measure how long a step's plan takes from rank 0's scheduler to the other ranks. Needs no GPU."""
@@ -147,6 +150,7 @@ def step_plan_command(
         num_requests=num_requests,
         num_steps=num_steps,
         num_nodes=num_nodes,
+        looks=looks,
         json_path=json,
         console=_console(),
     )

@@ -107,6 +107,8 @@ class EngineCore:
             num_cancelled=scheduler.num_cancelled,
             num_refused=scheduler.num_refused,
             last_step_s=self._last_step_s,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_context_tokens=scheduler.num_context_tokens,
         )
 
     def take_cache_events(self) -> CacheEvents | None:

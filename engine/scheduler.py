@@ -108,6 +108,10 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
         self._num_waiting = 0
+        self._num_waiting_tokens = 0
+        self._num_left_tokens = 0
+        self.num_context_tokens = 0
+        """KV-cache tokens that the decodes of the last step read."""
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -123,6 +127,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self._num_waiting
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens still to be computed beside decodes: all of requests that wait, the rest of those that were begun."""
+        return self._num_waiting_tokens + self._num_left_tokens
 
     @property
     def has_unfinished(self) -> bool:
@@ -164,9 +173,13 @@ class Scheduler:
         if self._budget is not None and step.rows:
             self._bound_prefills(step, self._budget, prefills)
         for sequence in prefills:
-            if sequence.num_to_compute and step.budget and sequence.status is RequestStatus.RUNNING:
-                self._schedule_tokens(step, sequence)
+            if sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
+                if step.budget:
+                    self._schedule_tokens(step, sequence)
+                else:
+                    step.num_left_tokens += sequence.num_to_compute
         self._admit(step)
+        self.num_context_tokens, self._num_left_tokens = step.num_context_tokens, step.num_left_tokens
         if not step.rows:
             return None
         plan = StepPlan(next(self._step_ids), self._freed_slots, step.new, step.rows, step.decode_token_ids)
@@ -248,6 +261,11 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
         self._num_waiting += 1
+        self._num_waiting_tokens += sequence.num_tokens
+
+    def _left_queue(self, sequence: Sequence) -> None:
+        self._num_waiting -= 1
+        self._num_waiting_tokens -= sequence.num_tokens
 
     def _most_decodes(self) -> int | None:
         """A micro-batch's share of the decodes; None where steps are no micro-batches."""
@@ -274,6 +292,7 @@ class Scheduler:
         sequence.num_computed += 1
         sequence.num_tokens += 1
         sequence.num_in_flight += 1
+        step.num_context_tokens += sequence.num_computed
         self._publish(sequence)
 
     def _bound_prefills(self, step: _Step, budget: StepBudget, prefills: list[Sequence]) -> None:
@@ -299,7 +318,7 @@ class Scheduler:
             if not pool.can_allocate(num_missing + num_revived + len(self._running)):
                 return
             heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self._left_queue(sequence)
             self._start(step, sequence, cached, num_missing)
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
@@ -346,6 +365,7 @@ class Scheduler:
         asks = sequence.wants_prompt_logprobs and not self._has_prompt_logprobs(sequence)
         step.add(Row(sequence.slot, start, num_tokens, [], samples, False, start if asks else None), sequence)
         sequence.num_computed = end
+        step.num_left_tokens += sequence.num_tokens - end
         sequence.num_tokens += samples
         sequence.num_in_flight += samples
         self._publish(sequence)
@@ -388,7 +408,7 @@ class Scheduler:
         if sequence.status is RequestStatus.RUNNING:
             self._leave(sequence)
         else:
-            self._num_waiting -= 1
+            self._left_queue(sequence)
         sequence.status = RequestStatus.FINISHED
         del self._sequences[sequence.request.request_id]
 
@@ -433,6 +453,10 @@ class _Step:
         self.decode_token_ids: list[int] = []
         self.sequences: list[Sequence] = []
         """Those of the rows, kept until the results arrive."""
+        self.num_context_tokens = 0
+        """KV-cache tokens that the decodes read."""
+        self.num_left_tokens = 0
+        """Of sequences that were begun, what this step leaves to be computed."""
 
     def add(self, row: Row, sequence: Sequence) -> None:
         self.rows.append(row)

@@ -25,6 +25,20 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     num_refused: int = 0
     last_step_s: float = 0.0
     """Duration of the last step, launch to result, seconds."""
+    num_prefill_tokens: int = 0
+    """Prompt tokens that running requests still have to compute, and all tokens of those that wait."""
+    num_context_tokens: int = 0
+    """KV-cache tokens that the running decodes read in a step."""
+    num_kv_leases: int = 0
+    """Sets of blocks that are reserved for KV from another replica, or held until it was sent to one."""
+    num_kv_sent: int = 0
+    """Requests whose KV was sent to another replica."""
+    num_kv_received: int = 0
+    """Requests whose KV came from another replica and was used."""
+    num_kv_recomputed: int = 0
+    """Requests whose KV should have come and did not, or too late, and was computed here."""
+    num_kv_bytes: int = 0
+    """Bytes of KV that came from other replicas."""
 
     @property
     def kv_cache_usage(self) -> float:

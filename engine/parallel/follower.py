@@ -85,7 +85,10 @@ class Follower:
             if self._config.device.startswith("sim"):
                 runner = start_simulated(self._config, shape).runner
             else:
-                runner = build_rank(self._config, source, shape, self._member, store, self._end_phase).runner
+                built = build_rank(self._config, source, shape, self._member, store, self._end_phase)
+                runner = built.runner
+                if built.device.type == "cuda":
+                    link.look_for_plans(self._member)
         except Exception as error:
             watch.fail(error)
             raise

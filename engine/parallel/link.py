@@ -7,6 +7,7 @@ connect. The rank that samples reports the same two ways. Who is dead is found o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -20,6 +21,9 @@ from .watch import Store
 
 _PLANS_RING, _REPORTS_RING = "link/plans", "link/reports"
 _PLANS_URL, _REPORTS_URL = "link/plans-url", "link/reports-url"
+
+LOOK_S = 0.05
+"""How long a rank with a core to itself looks for the next plan before it sleeps: longer than most steps take."""
 
 Check = Callable[[], None]
 """Called while waiting; raises when there is nobody left to wait for."""
@@ -112,6 +116,16 @@ class FollowerLink:
         self._dealer.send(b"")
         if samples:
             self._push = _connect(self._context, zmq.PUSH, member, "reports", store.get(_REPORTS_URL).decode())
+
+    def look_for_plans(self, member: GangMember) -> bool:
+        """Look for rank 0's next message before sleeping, where every rank of this node has two cores. Whether it does.
+
+        For ranks whose steps run on a GPU; those that compute on the cores leave them to the computing.
+        """
+        has_cores = len(os.sched_getaffinity(0)) >= 2 * len(member.ranks_on_node)
+        if self._plans is not None and has_cores:
+            self._plans.look_s = LOOK_S
+        return self._plans is not None and has_cores
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Rank 0's next message; None when none comes in time."""

@@ -1,9 +1,10 @@
-"""Messages from one process to others of the same node through shared memory. Waits in the kernel, never spins.
+"""Messages from one process to others of the same node through shared memory. Knows not what the messages mean.
 
 One writer, a fixed number of readers, each of which sees every message once and in order. The memory is an anonymous
 file that vanishes with its last process; readers open it through /proc, which only the same user may. Messages longer
 than a slot travel in pieces while the readers drain them. Waiting is a futex on the count of slots written: one call
-wakes all readers. Knows not what the messages mean.
+wakes all readers. A reader that has a core to itself may look for a while before it sleeps in the kernel: waking a
+core that has gone to sleep takes longer than the message.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class RingReader(_Ring):
         finally:
             os.close(descriptor)
         self._mine = self._read[index]
+        self.look_s = 0.0
+        """How long a wait looks at the count before it sleeps, seconds; takes a core for as long."""
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next message, or None when none begins in time. A message that began is waited for to its end."""
@@ -148,12 +151,16 @@ class RingReader(_Ring):
         mine = self._mine.value
         if self._written.value != mine:
             return True
-        end_s = time.monotonic() + timeout_s
+        now_s = time.monotonic()
+        end_s, look_until_s = now_s + timeout_s, now_s + self.look_s
         while self._written.value == mine:
-            left_s = end_s - time.monotonic()
+            left_s = end_s - (now_s := time.monotonic())
             if left_s <= 0:
                 return False
-            futex.wait(self._written, mine, left_s)
+            if now_s < look_until_s:
+                time.sleep(0)  # other threads of this process go on
+            else:
+                futex.wait(self._written, mine, left_s)
         return True
 
 

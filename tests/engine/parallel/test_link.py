@@ -57,6 +57,29 @@ def test_the_sampling_rank_reports_to_rank_0(nodes: tuple[str, ...]):
         assert [int(driver.receive(no_check)) for _ in range(50)] == list(range(50))
 
 
+def test_a_reader_that_looks_before_it_sleeps_gets_the_same_messages():
+    writer = RingWriter(1)
+    with closing(writer), ThreadPoolExecutor(1) as pool:
+        reader = RingReader(writer.address, 0)
+        reader.look_s = 60.0  # longer than the test: it never sleeps
+        received = pool.submit(lambda: [reader.receive(30) for _ in range(200)])
+        for number in range(200):
+            writer.send(b"x" * number, no_check)
+        assert received.result() == [b"x" * number for number in range(200)]
+        assert reader.receive(0.01) is None
+
+
+def test_ranks_look_before_they_sleep_only_with_two_cores_each(monkeypatch: pytest.MonkeyPatch):
+    with ExitStack() as stack:
+        gang = members(pp=3, nodes=MIXED)
+        _, (near, far) = join(stack, gang)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+        assert not near.look_for_plans(gang[1])
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+        assert near.look_for_plans(gang[1])
+        assert not far.look_for_plans(gang[2])  # it waits for a network
+
+
 def test_receiving_returns_when_nothing_comes():
     with ExitStack() as stack:
         _, followers = join(stack, members(pp=3, nodes=MIXED))
