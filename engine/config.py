@@ -65,6 +65,9 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="tokens a step; default 8192 on CUDA, else 512"
     )
+    max_mixed_prefill_tokens: int | None = Field(
+        default=None, ge=1, description="prompt tokens of a step that also decodes; default: as many as fit"
+    )
     max_num_waiting: int = Field(
         default=1024, ge=0, description="requests that may wait in the engine; more are refused"
     )

@@ -41,6 +41,8 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     num_micro_batches: int = 1
     """Steps in flight that share `max_num_batched_tokens` and no sampled token; 1: one step ahead of the device."""
+    max_mixed_prefill_tokens: int | None = None
+    """Prompt tokens of a step that also decodes; None: as many as fit."""
 
 
 @dataclass(eq=False)
@@ -145,6 +147,10 @@ class Scheduler:
             return refusal
         token_ids = request.prompt_token_ids + request.output_token_ids
         sequence = Sequence(request, next(self._arrivals), token_ids, self._max_output_tokens(request))
+        if request.block_hashes and self._hasher.begins_as(
+            request.block_hashes, request.prompt_token_ids, salt=request.cache_salt
+        ):
+            sequence.block_hashes = list(request.block_hashes)
         self._sequences[request.request_id] = sequence
         self._enqueue(sequence)
         return None
@@ -170,8 +176,8 @@ class Scheduler:
                 continue  # in another micro-batch, or left to the next one
             elif sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
                 self._schedule_decode(step, sequence)
-        if self._budget is not None and step.rows:
-            self._bound_prefills(step, self._budget, prefills)
+        if step.rows:
+            self._bound_prefills(step, prefills)
         for sequence in prefills:
             if sequence.num_to_compute and sequence.status is RequestStatus.RUNNING:
                 if step.budget:
@@ -295,11 +301,15 @@ class Scheduler:
         step.num_context_tokens += sequence.num_computed
         self._publish(sequence)
 
-    def _bound_prefills(self, step: _Step, budget: StepBudget, prefills: list[Sequence]) -> None:
+    def _bound_prefills(self, step: _Step, prefills: list[Sequence]) -> None:
         """Leave the step, which holds its decodes, the budget that keeps it short enough for them."""
+        if self.limits.max_mixed_prefill_tokens is not None:
+            step.budget = min(step.budget, self.limits.max_mixed_prefill_tokens)
+        if self._budget is None:
+            return
         num_context_tokens = sum(row.start for row in step.rows) + len(step.rows)
         start = prefills[0].num_computed if prefills else 0
-        most = budget.prefill_tokens(len(step.rows), num_context_tokens, prefill_start=start)
+        most = self._budget.prefill_tokens(len(step.rows), num_context_tokens, prefill_start=start)
         step.budget = min(step.budget, most)
 
     def _admit(self, step: _Step) -> None:

@@ -29,13 +29,14 @@ def start_engine(
     store_socket: socket.socket | None = None,
     *,
     on_broken: Callable[[str], None] = end_process,
+    hash_key: bytes = b"",
 ) -> EngineCore:
     """Load the model and return a core that is ready for requests.
 
     With `member`, rank 0 of a gang whose other ranks were started elsewhere (parallel/follower.py): they meet at
     `store_socket` (None: at the member's port), and `on_broken(reason)` is called by another thread when one of them
     dies, freezes or hangs later. Without, ranks that the configuration asks for are started as processes of this
-    machine, and an engine that breaks raises EngineFailed.
+    machine, and an engine that breaks raises EngineFailed. `hash_key` is that of the cluster's block hashes.
 
     Raises ConfigError or CheckpointError, of whatever rank, with a sentence that says what to change.
     """
@@ -58,7 +59,7 @@ def start_engine(
     else:
         device = start_device(config, source, shape, phases)
     try:
-        return _core(config, source, shape, device, phases, settled.reason)
+        return _core(config, source, shape, device, phases, settled.reason, hash_key)
     except BaseException:
         device.runner.close()
         raise
@@ -71,6 +72,7 @@ def _core(
     device: StartedDevice,
     phases: Phases,
     sizes_note: str | None,
+    hash_key: bytes,
 ) -> EngineCore:
     if device.max_num_batched_tokens < device.max_num_seqs:
         raise ConfigError(
@@ -81,6 +83,7 @@ def _core(
     limits = SchedulerLimits(
         max_num_seqs=device.max_num_seqs,
         max_num_batched_tokens=device.max_num_batched_tokens,
+        max_mixed_prefill_tokens=config.scheduler.max_mixed_prefill_tokens,
         max_num_waiting=config.scheduler.max_num_waiting,
         max_model_len=device.max_model_len,
         vocab_size=shape.vocab_size,
@@ -88,7 +91,7 @@ def _core(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_micro_batches=config.parallel.pp_size,
     )
-    hasher = BlockHasher(device.block_size, domain=source.name)
+    hasher = BlockHasher(device.block_size, domain=source.name, key=hash_key)
     scheduler = Scheduler(limits, PrefixCache(device.num_blocks), hasher, _step_budget(config, device))
     info = EngineInfo(
         model_name=config.model.served_model_name or source.name,
@@ -102,6 +105,7 @@ def _core(
         dtype=device.dtype,
         memory_ledger_bytes=device.memory_ledger_bytes,
         startup_s=phases.seconds,
+        hash_domain=source.name if limits.enable_prefix_caching else None,
         notes=[
             *device.notes,
             *([] if sizes_note is None else [sizes_note]),

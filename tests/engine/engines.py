@@ -28,6 +28,7 @@ def make_scheduler(
     eos: tuple[int, ...] = (),
     prefix_caching: bool = True,
     micro_batches: int = 1,
+    max_mixed_prefill_tokens: int | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
@@ -38,6 +39,7 @@ def make_scheduler(
         eos_token_ids=eos,
         enable_prefix_caching=prefix_caching,
         num_micro_batches=micro_batches,
+        max_mixed_prefill_tokens=max_mixed_prefill_tokens,
     )
     return Scheduler(limits, PrefixCache(num_blocks), BlockHasher(block_size, domain="test"))
 

@@ -99,6 +99,15 @@ def test_what_ends_a_request(params: dict[str, Any], token: int, reason: FinishR
     assert delta.finish_reason is reason
 
 
+def test_a_step_that_decodes_takes_only_so_many_prompt_tokens_as_is_allowed():
+    scheduler = make_scheduler(max_mixed_prefill_tokens=6)
+    scheduler.add(request("a", [1] * 20))
+    assert rows(schedule(scheduler)) == [(0, 20, True)]  # nobody decodes yet
+    scheduler.add(request("b", [2] * 10))
+    assert rows(schedule(scheduler)) == [(20, 1, True), (0, 6, False)]
+    assert rows(schedule(scheduler)) == [(21, 1, True), (6, 4, True)]
+
+
 def test_decodes_come_before_prefills_and_share_the_budget():
     scheduler = make_scheduler(budget=8)
     scheduler.add(request("a", [1] * 4))
