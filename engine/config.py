@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -23,6 +24,9 @@ class Section(BaseModel):
     """Base of all sections: immutable, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+    full_names_only: ClassVar[bool] = False
+    """Whether its fields are meant by their dotted names alone: a leaf's name means the field of another section."""
 
 
 S = TypeVar("S", bound=Section)
@@ -54,6 +58,21 @@ class CacheConfig(Section):
     memory_fraction: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory that the engine may use")
     cpu_cache_gib: float = Field(default=1.0, gt=0, description="size of the KV cache on the CPU device, GiB")
     enable_prefix_caching: bool = True
+    kv_transfer: bool = Field(
+        default=False, description="KV may come from other engines and go to them: pools for prefill and decode need it"
+    )
+    kv_checksums: bool = Field(default=False, description="send a checksum with every block (slow, for tests)")
+    kv_gpu_sharing: bool = Field(
+        default=True, description="KV goes from GPU to GPU where both are in one node; off: always through host memory"
+    )
+    kv_lease_s: float = Field(
+        default=30.0, gt=0, description="blocks that wait for KV of another engine are free again after so much silence"
+    )
+    kv_wait_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="a request waits at most so long for its KV before it is computed again; default 5, on CPU 30",
+    )
 
 
 class SchedulerConfig(Section):
@@ -176,13 +195,29 @@ def max_num_seqs_of(config: EngineConfig, device_type: str) -> int:
 
 def known_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Yield (dotted name, is_section) for every field below `section`."""
-    for name, field in section.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield prefix + name, True
-            yield from known_fields(annotation, prefix + name + ".")
-        else:
-            yield prefix + name, False
+    for name in section.model_fields:
+        inner = _section_of(section, name)
+        yield prefix + name, inner is not None
+        if inner is not None:
+            yield from known_fields(inner, prefix + name + ".")
+
+
+def _section_of(section: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The section that a field is, or may be; None for a plain value."""
+    annotation = section.model_fields[name].annotation
+    choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def _needs_full_name(section: type[BaseModel], name: str) -> bool:
+    """Whether a section on the way to this field takes dotted names only."""
+    for part in name.split(".")[:-1]:
+        inner = _section_of(section, part)
+        assert inner is not None, name
+        if issubclass(inner, Section) and inner.full_names_only:
+            return True
+        section = inner
+    return False
 
 
 def resolve_name(section: type[BaseModel], name: str) -> str:
@@ -190,9 +225,10 @@ def resolve_name(section: type[BaseModel], name: str) -> str:
     fields = dict(known_fields(section))
     if name in fields and not fields[name]:
         return name
-    leaves = [full for full, is_section in fields.items() if not is_section and full.split(".")[-1] == name]
+    plain = [full for full, is_section in fields.items() if not is_section and not _needs_full_name(section, full)]
+    leaves = [full for full in plain if full.split(".")[-1] == name]
     if not leaves:  # a suffix such as cache.block_size of engine.cache.block_size
-        leaves = [full for full, is_section in fields.items() if not is_section and full.endswith("." + name)]
+        leaves = [full for full in plain if full.endswith("." + name)]
     if len(leaves) == 1:
         return leaves[0]
     if leaves:
@@ -218,6 +254,8 @@ def with_overrides(config: S, overrides: Mapping[str, Any]) -> S:
         *path, leaf = resolve_name(type(config), name).split(".")
         node = tree
         for part in path:
+            if node[part] is None:  # an optional section, present from now on
+                node[part] = {}
             node = node[part]
         if isinstance(value, Mapping) and isinstance(node.get(leaf), Mapping):
             node[leaf] = {**node[leaf], **value}

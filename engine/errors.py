@@ -44,11 +44,21 @@ class AuthenticationFailed(MantaError):
 
 
 class Overloaded(MantaError):
-    """The queue is full; try again after `retry_after_s` seconds."""
+    """Too much work for now; try again after `retry_after_s` seconds. `code` is a stable machine-readable reason,
+    `estimated_wait_s` how long it would have taken to the first token, when that is why."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float,
+        code: str = "overloaded",
+        estimated_wait_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.code = code
+        self.estimated_wait_s = estimated_wait_s
 
 
 class Unavailable(MantaError):

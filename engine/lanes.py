@@ -30,6 +30,10 @@ class WorkerLane:
         """Returns at once; an error comes out of the handle."""
         return _FutureHandle(self._pool.submit(lambda: finish(to_host(run()))))
 
+    def follow(self, work: Callable[[], None]) -> None:
+        """Call `work`, which does not fail, after all steps that were started. Returns at once."""
+        self._pool.submit(work)
+
     def do(self, work: Callable[[], T]) -> T:
         """Run `work` after all steps that were started, and wait for it."""
         return self._pool.submit(work).result()
@@ -62,6 +66,11 @@ class StreamLane:
             done.record()
         before, self._last_done = self._last_done, done
         return _EventHandle(lambda: finish(outcome), before, begun, done)
+
+    def follow(self, work: Callable[[], None]) -> None:
+        """Call `work` at once with the lane's stream as the current one: what it launches follows the steps."""
+        with torch.cuda.stream(self._stream):
+            work()
 
     def do(self, work: Callable[[], T]) -> T:
         """Run `work` on this thread with the lane's stream as the current one."""

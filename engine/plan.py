@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from .kv_transfer.messages import KvOrder, KvRange
 from .request import SamplingParams, TokenLogprobs
 
 
@@ -58,6 +59,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     decode_token_ids: list[int] = []
     """Input tokens of the decodes, in order, where the sender knows them all; empty: each is what its slot sampled last
     on the device."""
+    sends: list[KvRange] = []
+    """What of the cache goes to other engines once the step has written it."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +94,13 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once. At most two are in flight, or as many as a pipeline has stages."""
+        ...
+
+    def obey(self, order: KvOrder) -> None:
+        """Give an order about KV that comes or goes to every rank, behind the steps that were launched.
+
+        Returns at once; what comes of it is told elsewhere. Only where the engine takes part in transfers.
+        """
         ...
 
     def prepare_more(self) -> bool:

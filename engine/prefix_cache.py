@@ -19,8 +19,9 @@ HASH_SIZE = 16
 
 
 class CacheEvents(msgspec.Struct, kw_only=True):
-    """Prefix-cache changes since the last report, as 16-byte block hashes. `sequence` numbers the report; a gap means
-    that the receiver must ask for everything again (`complete` marks such a full list)."""
+    """Prefix-cache changes since the last report, as 16-byte block hashes: what is cached now and was not, and the
+    other way round. `sequence` numbers the report; a gap means that the receiver must ask for everything again
+    (`complete` marks such a full list)."""
 
     sequence: int
     stored: list[bytes] = []
@@ -54,6 +55,13 @@ class BlockHasher:
             block = array("I", token_ids[index * size : (index + 1) * size]).tobytes()
             parent = hashlib.blake2b(parent + block, digest_size=HASH_SIZE, key=self._key).digest()
             hashes.append(parent)
+
+    def begins_as(self, hashes: Sequence[bytes], token_ids: Sequence[int], *, salt: str | None) -> bool:
+        """Whether `hashes` were made for the full blocks of `token_ids` by a hasher like this one: of this block size,
+        domain and key. Looks at their number and at the first, so that it costs little."""
+        first: list[bytes] = []
+        self.extend(first, token_ids[: self.block_size], salt=salt)
+        return len(hashes) == len(token_ids) // self.block_size and list(hashes[:1]) == first
 
 
 class PrefixCache:
@@ -97,7 +105,11 @@ class PrefixCache:
         """What changed since the last call; None when nothing did."""
         if not self._stored and not self._evicted:
             return None
-        events = CacheEvents(sequence=self._sequence, stored=self._stored, evicted=self._evicted)
+        stored, evicted = self._stored, self._evicted
+        if stored and evicted:  # some hashes may have come and gone: what counts is where they are now
+            stored = list(dict.fromkeys(block_hash for block_hash in stored if block_hash in self._block_of))
+            evicted = list(dict.fromkeys(block_hash for block_hash in evicted if block_hash not in self._block_of))
+        events = CacheEvents(sequence=self._sequence, stored=stored, evicted=evicted)
         self._sequence += 1
         self._stored, self._evicted = [], []
         return events

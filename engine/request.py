@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from .errors import InvalidRequest
+from .kv_transfer.messages import SendKv, TakeKv
 
 MAX_LOGPROBS = 20
 """Most alternatives that `logprobs` and `prompt_logprobs` may ask for (OpenAI's limit for chat)."""
@@ -166,6 +167,10 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     """Lower runs first; equal ones by arrival."""
     cache_salt: str | None = None
+    block_hashes: list[bytes] = []
+    """Hashes of the prompt's full blocks, where the submitter has them: the engine then need not compute them."""
+    handoff: SendKv | TakeKv | None = None
+    """The KV of all tokens goes to another engine (which decodes), or comes from one (which has prefilled)."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

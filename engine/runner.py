@@ -7,9 +7,9 @@ take the padded path of decode_step.py where that is switched on, as CUDA graphs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from .batch import BatchBuilder, BatchLayout, SharedBlocks, SlotState, StepPlace
 from .cuda_graphs import GraphCapture
 from .decode_graphs import DecodeGraphs
 from .decode_step import Draw, StepKind
+from .kv_transfer.messages import KvOrder, KvRange
 from .lanes import StreamLane, WorkerLane
 from .layers.attention import LayerCache
 from .logprobs import Logprobs, logprobs_in_chunks
@@ -28,6 +29,9 @@ from .plan import StepHandle, StepPlan, StepResult
 from .prefill_graphs import PaddedStep, PrefillGraphs
 from .sampler import Sampled, Sampler, SamplingLayout, SlotSampling
 from .upload import upload
+
+if TYPE_CHECKING:
+    from .kv_transfer.endpoint import KvEndpoint
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,27 @@ class ModelRunner:
             self._pad(model, options)
         self._shares_prefixes = not options.deterministic
         self._shared_of: tuple[np.ndarray, SharedBlocks | None] | None = None
+        self._endpoint: KvEndpoint | None = None
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """Keys and values of each layer."""
+        return self._caches
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._block_size
+
+    def attach(self, endpoint: KvEndpoint) -> None:
+        """KV comes and goes by this endpoint of the caches. It is closed with the runner."""
+        self._endpoint = endpoint
+
+    def obey(self, order: KvOrder) -> None:
+        """Pass an order on to the endpoint, behind the steps that were launched."""
+        endpoint = self._endpoint
+        assert endpoint is not None, "only an engine that takes part in transfers is given orders"
+        self._lane.follow(lambda: endpoint.obey(order))
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step and return at once. An error inside the step comes out of the handle."""
@@ -100,14 +125,30 @@ class ModelRunner:
         if batch.prompt_rows:
             arrays["prompt_targets"] = np.concatenate([prompt.targets for prompt in batch.prompt_rows])
         padded = None if self._prefill_graphs is None else self._prefill_graphs.take(batch, arrays)
+        # Layers are sent while later ones are computed where the host runs ahead and each layer is launched by itself.
+        layers = _LayerEvents() if plan.sends and padded is None and self._device.type == "cuda" else None
 
         def run() -> Outcome:
-            return self._run(batch, padded, sampling, arrays, num_top)
+            return self._run(batch, padded, sampling, arrays, num_top, layers)
 
         def finish(outcome: Outcome) -> StepResult:
             return self._result(outcome, batch, sampling, num_top)
 
-        return self._lane.start(run, Outcome.to_host, finish)
+        handle = self._lane.start(run, Outcome.to_host, finish)
+        if plan.sends:
+            self._send(plan.sends, layers)
+        return handle
+
+    def _send(self, ranges: Sequence[KvRange], layers: _LayerEvents | None) -> None:
+        """Give the endpoint what the step that was just launched leaves to send."""
+        endpoint = self._endpoint
+        assert endpoint is not None, "only an engine that takes part in transfers sends"
+
+        def send() -> None:
+            for one in ranges:
+                endpoint.obey(one, layers_ready=None if layers is None else layers.events)
+
+        self._lane.follow(send)
 
     def _result(
         self, outcome: Outcome, batch: BatchLayout, sampling: SamplingLayout, num_top: tuple[int, ...]
@@ -124,6 +165,9 @@ class ModelRunner:
     def close(self) -> None:
         """Wait for what is in flight and release the device's memory."""
         self._lane.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
         self._graphs = self._prefill_graphs = None
         self._preparations = iter(())
         self._caches = []
@@ -207,6 +251,7 @@ class ModelRunner:
         sampling: SamplingLayout,
         arrays: Mapping[str, np.ndarray],
         num_top: tuple[int, ...],
+        layers: _LayerEvents | None = None,
     ) -> Outcome:
         """A step of any kind, on the lane's thread and stream. What the graph of `padded` reads is not in `arrays`."""
         tensors = upload(arrays, self._device)
@@ -218,7 +263,10 @@ class ModelRunner:
         places = step_places(batch, tensors)
         if padded is None:
             hidden = self._model.forward(
-                self._inputs(batch, tensors, places), attention_batch(batch, tensors, self._state), self._caches
+                self._inputs(batch, tensors, places),
+                attention_batch(batch, tensors, self._state),
+                self._caches,
+                on_layer=None if layers is None else layers.record,
             )
         else:
             padded.send()
@@ -281,6 +329,18 @@ class ModelRunner:
             )
             first += count
         return tuple(found)
+
+
+class _LayerEvents:
+    """An event for each layer of a step, recorded when its cache has been written."""
+
+    def __init__(self) -> None:
+        self.events: list[torch.cuda.Event] = []
+
+    def record(self) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self.events.append(event)
 
 
 def _sampled_result(sampled: Sampled | None, rows: np.ndarray, sampling: SamplingLayout) -> StepResult:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .plan import NewSequence, Row, StepPlan, StepResult
@@ -25,6 +26,7 @@ from .request import (
     RequestStatus,
     TokenLogprobs,
 )
+from .set_aside import Reserved, SetAside
 from .step_budget import StepBudget
 
 
@@ -36,7 +38,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_num_waiting: int
     max_model_len: int
-    vocab_size: int
+    vocab_size: int | None
+    """None: token ids are not looked at, where only lengths count (a simulation)."""
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     num_micro_batches: int = 1
@@ -66,6 +69,8 @@ class Sequence:
     num_tokens: int = field(init=False)
     """Tokens that exist, known or in flight."""
     num_cached_tokens: int | None = None
+    reserved: Reserved | None = None
+    """Blocks that hold its first tokens' KV though it has not run yet."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +107,14 @@ class Scheduler:
         self._hasher = hasher
         self._budget = budget
         self._sequences: dict[str, Sequence] = {}
+        self.set_aside = SetAside(cache, hasher if limits.enable_prefix_caching else None)
+        self.on_lost: Callable[[Sequence], None] = lambda sequence: None
+        """Told, before it happens, that a sequence loses its blocks or ends unfinished."""
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._provided: list[tuple[tuple[int, int], Sequence]] = []
+        """Those that wait and have their blocks: nothing that the others wait for but a slot."""
+        self._lacks_blocks = False
+        """Whether a request that waits has found too few blocks."""
         self._running: list[Sequence] = []  # by order: the last is the first to be preempted
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -112,6 +124,8 @@ class Scheduler:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
         self._num_left_tokens = 0
+        self._quiet_room: int | None = None
+        """Free blocks after a step that decided nothing; None when it did, or when something has changed since."""
         self.num_context_tokens = 0
         """KV-cache tokens that the decodes of the last step read."""
         self.num_preemptions = 0
@@ -139,8 +153,8 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, request: EngineRequest) -> Refusal | None:
-        """Queue a request, or say why it is not taken."""
+    def add(self, request: EngineRequest, *, is_ready: bool = True) -> Refusal | None:
+        """Queue a request, or say why it is not taken. One that is not ready waits for `make_ready`."""
         refusal = self._refusal(request)
         if refusal is not None:
             self.num_refused += 1
@@ -152,14 +166,55 @@ class Scheduler:
         ):
             sequence.block_hashes = list(request.block_hashes)
         self._sequences[request.request_id] = sequence
-        self._enqueue(sequence)
+        self._quiet_room = None
+        if is_ready:
+            heapq.heappush(self._waiting, (sequence.order, sequence))
+        else:
+            sequence.num_computed = sequence.num_tokens - 1  # the others are expected to be there by then
+        self._count_waiting(sequence)
         return None
+
+    def make_ready(self, request_id: str, reserved: Reserved | None) -> bool:
+        """Let a request run that was added as not ready: in blocks that hold its first tokens' KV, or (None) as any.
+
+        `reserved.token_ids` are the first of its tokens, but not all. Returns whether it will start from them.
+        """
+        sequence = self._sequences[request_id]
+        self._quiet_room = None
+        self._left_queue(sequence)
+        if reserved is not None and not self._can_start_from(sequence, reserved):
+            self.set_aside.give_back(reserved)
+            reserved = None
+        sequence.reserved, sequence.num_computed = reserved, 0 if reserved is None else len(reserved.token_ids)
+        self._count_waiting(sequence)
+        heapq.heappush(self._waiting if reserved is None else self._provided, (sequence.order, sequence))
+        return reserved is not None
+
+    @property
+    def provided(self) -> list[Reserved]:
+        """The blocks of requests that wait in them for a slot (for tests)."""
+        return [sequence.reserved for _, sequence in self._provided if sequence.reserved is not None]
+
+    def reserve(self, token_ids: list[int], *, salt: str | None) -> Reserved | None:
+        """Blocks for tokens whose KV comes from elsewhere, and for the token after them; None when there is no room.
+
+        They go to a request that is made ready with them, or back to `set_aside`.
+        """
+        if self._lacks_blocks or len(token_ids) >= self.limits.max_model_len:
+            return None
+        size = self._hasher.block_size
+        return self.set_aside.reserve(token_ids, block_size=size, salt=salt, num_spare=self._num_growing)
+
+    def sequences_of(self, plan: StepPlan) -> list[Sequence]:
+        """Those of a plan's rows, in their order, until its results are in."""
+        return self._scheduled[plan.step_id]
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request at once, whatever it is doing. False when it is not here."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
+        self.on_lost(sequence)
         self._finish(sequence)
         self.num_cancelled += 1
         return True
@@ -168,6 +223,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute now."""
         step = _Step(-(-self.limits.max_num_batched_tokens // self.limits.num_micro_batches))
         most_decodes = self._most_decodes()
+        num_preemptions = self.num_preemptions
         prefills = []
         for sequence in list(self._running):  # decodes first: running streams never wait for prefills
             if not sequence.is_decoding:
@@ -186,6 +242,8 @@ class Scheduler:
                     step.num_left_tokens += sequence.num_to_compute
         self._admit(step)
         self.num_context_tokens, self._num_left_tokens = step.num_context_tokens, step.num_left_tokens
+        is_quiet = len(step.rows) == len(self._running) and not prefills and not step.new
+        self._quiet_room = self.cache.pool.num_free if is_quiet and num_preemptions == self.num_preemptions else None
         if not step.rows:
             return None
         plan = StepPlan(next(self._step_ids), self._freed_slots, step.new, step.rows, step.decode_token_ids)
@@ -204,15 +262,40 @@ class Scheduler:
                 sequence.num_in_flight -= 1
             if sequence.status is RequestStatus.FINISHED:
                 continue  # ended meanwhile: the surplus token is dropped
-            if index in result.prompt_logprobs:
+            if result.prompt_logprobs and index in result.prompt_logprobs:
                 found = result.prompt_logprobs[index]  # of positions start + 1 on; again the same after a preemption
                 sequence.prompt_logprobs[row.start : row.start + len(found)] = found
             if token_id is not None:
-                deltas.append(self._accept(sequence, token_id, result.logprobs.get(index)))
+                deltas.append(self._accept(sequence, token_id, result.logprobs.get(index) if result.logprobs else None))
             elif sequence.max_output_tokens == 0 and row.start + row.num_tokens >= sequence.num_prompt_tokens:
                 deltas.append(self._end(sequence, RequestDelta(request_id=sequence.request.request_id)))
         assert next(tokens, None) is None, "more tokens than rows that sample"
         return deltas
+
+    def num_quiet_steps(self) -> int:
+        """How many steps could follow the last one in which nothing is decided: each running sequence gets one more
+        token, none ends by its length, needs a block or fills one, and nobody enters. 0 when that is not known."""
+        if self._quiet_room != self.cache.pool.num_free or self.limits.num_micro_batches > 1:
+            return 0
+        size, fills = self._hasher.block_size, self.limits.enable_prefix_caching
+        most = self.limits.max_model_len
+        for sequence in self._running:
+            computed = sequence.num_computed
+            filled = (sequence.num_published + 1) * size - 1 if fills else len(sequence.block_ids) * size
+            left = sequence.max_output_tokens - 1 - len(sequence.token_ids) + sequence.num_prompt_tokens
+            most = min(most, filled - computed, left)
+        return max(0, most) if self._running else 0
+
+    def repeat(self, num_steps: int, token_id: int) -> None:
+        """The last step again and again: as if `num_steps` steps were scheduled and as many results brought in, each of
+        them `token_id`, which ends no sequence. At most `num_quiet_steps`; for simulations, whose results are known."""
+        assert num_steps <= self.num_quiet_steps()
+        for sequence in self._running:
+            sequence.token_ids.extend([token_id] * num_steps)
+            sequence.num_computed += num_steps
+            sequence.num_tokens += num_steps
+        self.num_context_tokens += num_steps * len(self._running)
+        self.num_generated_tokens += num_steps * len(self._running)
 
     def check(self) -> None:
         """Assert that blocks, slots and queues add up (for tests: after any step)."""
@@ -221,10 +304,13 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.status is RequestStatus.RUNNING
             assert sequence.slot is not None
+            assert sequence.reserved is None
             for block_id in sequence.block_ids:
                 references[block_id] += 1
         for block_id, count in enumerate(references):
-            assert self.cache.pool.num_references(block_id) == count
+            assert self.cache.pool.num_references(block_id) == count + self.set_aside.references(block_id)
+        for _, sequence in self._provided:
+            assert (sequence.reserved is None) == (sequence.status is RequestStatus.FINISHED)
         slots = [sequence.slot for sequence in self._running]
         assert len(set(slots)) == len(slots)
         assert len(slots) + len(self._free_slots) == self.limits.max_num_seqs
@@ -242,9 +328,9 @@ class Scheduler:
             return refuse(RefusalReason.INVALID, f"Request id {request.request_id!r} is already in use.")
         if not num_prompt_tokens:
             return refuse(RefusalReason.INVALID, "The prompt must hold at least one token.")
-        highest = max(request.prompt_token_ids)
-        if highest >= self.limits.vocab_size or min(request.prompt_token_ids) < 0:
-            message = f"The prompt holds token ids outside the vocabulary (0 to {self.limits.vocab_size - 1})."
+        token_ids, vocab_size = request.prompt_token_ids, self.limits.vocab_size
+        if vocab_size is not None and (max(token_ids) >= vocab_size or min(token_ids) < 0):
+            message = f"The prompt holds token ids outside the vocabulary (0 to {vocab_size - 1})."
             return refuse(RefusalReason.INVALID, message)
         needed = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
         if needed > limit:
@@ -264,14 +350,23 @@ class Scheduler:
         room = self.limits.max_model_len - len(request.prompt_token_ids)
         return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+    def _count_waiting(self, sequence: Sequence) -> None:
         self._num_waiting += 1
-        self._num_waiting_tokens += sequence.num_tokens
+        self._num_waiting_tokens += sequence.num_tokens - sequence.num_computed
 
     def _left_queue(self, sequence: Sequence) -> None:
         self._num_waiting -= 1
-        self._num_waiting_tokens -= sequence.num_tokens
+        self._num_waiting_tokens -= sequence.num_tokens - sequence.num_computed
+
+    def _can_start_from(self, sequence: Sequence, reserved: Reserved) -> bool:
+        """Whether blocks that are there already save the sequence work, and are enough for its known tokens."""
+        has_room = len(sequence.token_ids) <= len(reserved.block_ids) * self._hasher.block_size
+        return has_room and not sequence.wants_prompt_logprobs  # which have to be computed
+
+    @property
+    def _num_growing(self) -> int:
+        """Sequences that take more blocks by and by, those that will run in reserved ones among them."""
+        return len(self._running) + self.set_aside.num_reserved
 
     def _most_decodes(self) -> int | None:
         """A micro-batch's share of the decodes; None where steps are no micro-batches."""
@@ -299,7 +394,8 @@ class Scheduler:
         sequence.num_tokens += 1
         sequence.num_in_flight += 1
         step.num_context_tokens += sequence.num_computed
-        self._publish(sequence)
+        if sequence.num_computed >= (sequence.num_published + 1) * self._hasher.block_size:
+            self._publish(sequence)
 
     def _bound_prefills(self, step: _Step, prefills: list[Sequence]) -> None:
         """Leave the step, which holds its decodes, the budget that keeps it short enough for them."""
@@ -313,6 +409,12 @@ class Scheduler:
         step.budget = min(step.budget, most)
 
     def _admit(self, step: _Step) -> None:
+        self._lacks_blocks = False
+        while self._provided and step.budget and self._free_slots:
+            sequence = heapq.heappop(self._provided)[1]
+            if sequence.status is not RequestStatus.FINISHED:
+                self._left_queue(sequence)
+                self._start_provided(step, sequence)
         while self._waiting and step.budget and self._free_slots:
             sequence = self._waiting[0][1]
             if sequence.status is RequestStatus.FINISHED:
@@ -325,11 +427,16 @@ class Scheduler:
             num_missing = -(-len(sequence.token_ids) // size) - len(cached)
             num_revived = sum(1 for block_id in cached if not pool.num_references(block_id))
             # Running sequences grow: one spare block for each keeps an admission from preempting them at once.
-            if not pool.can_allocate(num_missing + num_revived + len(self._running)):
+            if not pool.can_allocate(num_missing + num_revived + self._num_growing):
+                self._lacks_blocks = True
                 return
             heapq.heappop(self._waiting)
             self._left_queue(sequence)
-            self._start(step, sequence, cached, num_missing)
+            for block_id in cached:
+                pool.acquire(block_id)
+            sequence.block_ids = cached + pool.allocate(num_missing)
+            sequence.num_computed = len(cached) * size
+            self._start(step, sequence, num_cached_blocks=len(cached))
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         if not self.limits.enable_prefix_caching:
@@ -340,16 +447,22 @@ class Scheduler:
         # At least one token is computed, so that there are logits to sample from.
         return self.cache.lookup(sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._hasher.block_size])
 
-    def _start(self, step: _Step, sequence: Sequence, cached: list[int], num_missing: int) -> None:
-        for block_id in cached:
-            self.cache.pool.acquire(block_id)
-        sequence.block_ids = cached + self.cache.pool.allocate(num_missing)
-        sequence.num_computed = len(cached) * self._hasher.block_size
-        sequence.num_published = len(cached)
+    def _start_provided(self, step: _Step, sequence: Sequence) -> None:
+        reserved = sequence.reserved
+        assert reserved is not None
+        self.set_aside.hand_over(reserved)
+        sequence.reserved, sequence.block_ids = None, list(reserved.block_ids)
+        sequence.block_hashes = reserved.block_hashes
+        self._start(step, sequence, num_cached_blocks=reserved.num_cached_tokens // self._hasher.block_size)
+
+    def _start(self, step: _Step, sequence: Sequence, *, num_cached_blocks: int) -> None:
+        """Let a sequence run whose blocks and computed tokens are set; so many of the blocks were cached here."""
+        sequence.num_published = num_cached_blocks
         sequence.slot = self._free_slots.pop()
         sequence.status = RequestStatus.RUNNING
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            num_cached_tokens = num_cached_blocks * self._hasher.block_size
+            sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_cached_tokens
         bisect.insort(self._running, sequence, key=lambda s: s.order)
@@ -357,7 +470,7 @@ class Scheduler:
         step.new.append(
             NewSequence(
                 sequence.slot,
-                list(sequence.token_ids),
+                sequence.token_ids[:],
                 sequence.num_prompt_tokens,
                 list(sequence.block_ids),
                 request.params,
@@ -399,11 +512,13 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take blocks and slot away; all tokens are recomputed when it runs again."""
+        self.on_lost(sequence)
         self._leave(sequence)
         sequence.status = RequestStatus.PREEMPTED
         sequence.num_computed = sequence.num_published = 0
         self.num_preemptions += 1
-        self._enqueue(sequence)
+        self._count_waiting(sequence)
+        heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -419,19 +534,24 @@ class Scheduler:
             self._leave(sequence)
         else:
             self._left_queue(sequence)
+            if sequence.reserved is not None:
+                self.set_aside.give_back(sequence.reserved)
+                sequence.reserved = None
         sequence.status = RequestStatus.FINISHED
+        self._quiet_room = None
         del self._sequences[sequence.request.request_id]
 
     def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> RequestDelta:
         request, params = sequence.request, sequence.request.params
         delta = RequestDelta(request_id=request.request_id, token_ids=[token_id])
-        delta.logprobs = [logprobs] if logprobs is not None else None
+        if logprobs is not None:
+            delta.logprobs = [logprobs]
         if len(sequence.token_ids) == sequence.num_first_known:
             self._add_first_facts(sequence, delta)
         sequence.token_ids.append(token_id)
         self.num_generated_tokens += 1
         num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-        is_eos = token_id in self.limits.eos_token_ids and not params.ignore_eos
+        is_eos = not params.ignore_eos and token_id in self.limits.eos_token_ids
         if (is_eos or token_id in params.stop_token_ids) and num_output_tokens >= params.min_tokens:
             delta.stop_token_id = token_id
             return self._end(sequence, delta, FinishReason.STOP)

@@ -11,11 +11,16 @@ import re
 import time
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
+from .kv_transfer.messages import KvOrder
 from .plan import NewSequence, Row, StepPlan, StepResult
 from .request import TokenLogprobs
 from .step_time import StepShape
+
+if TYPE_CHECKING:
+    from .kv_transfer.sim_endpoint import SimEndpoint
 
 FIXED_STEP = re.compile(r"(\d+)ms")
 """`sim:20ms` is a device whose every step takes 20 ms."""
@@ -76,6 +81,16 @@ class SimRunner:
         self._sleep = sleep
         self._slots: dict[int, _Slot] = {}
         self._stages_free_at_s = [clock()] * num_stages
+        self._endpoint: SimEndpoint | None = None
+
+    def attach(self, endpoint: SimEndpoint) -> None:
+        """KV comes and goes by this endpoint, on time.monotonic's clock. It is closed with the runner."""
+        self._endpoint = endpoint
+
+    def obey(self, order: KvOrder) -> None:
+        """Pass an order on. Followers of a simulated gang have no endpoint: rank 0 simulates all."""
+        if self._endpoint is not None:
+            self._endpoint.obey(order, not_before_s=self._stages_free_at_s[-1])
 
     def launch(self, plan: StepPlan) -> SimHandle:
         for slot in plan.freed_slots:
@@ -91,6 +106,8 @@ class SimRunner:
         stage_s = self._predict(StepShape.of(plan)) / len(stages)
         for stage, free_at_s in enumerate(stages):
             done_at_s = stages[stage] = max(done_at_s, free_at_s) + stage_s
+        for order in plan.sends:
+            self.obey(order)
         return SimHandle(result, done_at_s, self._clock, self._sleep)
 
     def prepare_more(self) -> bool:
@@ -98,6 +115,9 @@ class SimRunner:
 
     def close(self) -> None:
         self._slots.clear()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
 
     def _run(self, index: int, row: Row, result: StepResult) -> None:
         slot = self._slots[row.slot]

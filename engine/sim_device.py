@@ -6,9 +6,12 @@ from dataclasses import replace
 
 from .config import EngineConfig, max_num_seqs_of
 from .errors import ConfigError
+from .kv_transfer.messages import KvShard
+from .kv_transfer.ranks import LocalRanks
+from .kv_transfer.sim_endpoint import SimEndpoint
+from .kv_transfer.start import StartedKv, new_kv_key, times_of
 from .model_shape import ModelShape
 from .parallel.member import GangSeat
-from .plan import Runner
 from .sim import SimRunner, fixed_step_s
 from .started_device import StartedDevice, step_times
 from .step_time import BYTES_PER_ELEMENT, Hardware, StepShape, hardware_named
@@ -19,9 +22,12 @@ TENSOR_EFFICIENCY = 0.85
 """Of the speed of all ranks that share layers, what is left beside their exchanges. Assumed, not measured."""
 
 
-def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | None = None) -> StartedDevice:
+def start_simulated(
+    config: EngineConfig, shape: ModelShape, seat: GangSeat | None = None, *, kv_host: str | None = None
+) -> StartedDevice:
     """A device that takes the predicted time. Split over ranks, it is the gang's whole: one simulation for all of them,
-    with `seat` behind the link to real followers (which simulate the same), so that gangs can be tried out.
+    with `seat` behind the link to real followers (which simulate the same), so that gangs can be tried out. KV that
+    comes and goes is rank 0's, at the address `kv_host` (None: not of this process).
 
     Raises ConfigError for a GPU that is not known or does not hold the model.
     """
@@ -57,7 +63,7 @@ def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | No
     def predict(step: StepShape) -> float:
         return model.predict(step) if step_s is None else step_s
 
-    runner: Runner = SimRunner(
+    runner = own = SimRunner(
         predict,
         vocab_size=shape.vocab_size,
         num_stages=pp_size,
@@ -65,10 +71,20 @@ def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | No
             (*shape.eos_token_ids, *(() if shape.bos_token_id is None else (shape.bos_token_id,)))
         ),
     )
+    kv = None
+    if config.cache.kv_transfer and kv_host is not None:
+        ranks, key, shards = LocalRanks(), new_kv_key(), [KvShard((0, shape.num_layers), (0, shape.num_kv_heads))]
+        endpoint = SimEndpoint(
+            key=key,
+            on_event=lambda event: ranks.inbox.put(0, event),
+            bytes_per_token=int(model.kv_bytes_per_token),
+            host=kv_host,
+        )
+        own.attach(endpoint)
+        kv = StartedKv(ranks, key, kv_host, [endpoint.url], shards, times_of(config))
     if seat is not None:
         from .parallel.driver import start_gang
 
-        own = runner
         runner = start_gang(seat, lambda store: own)
     return StartedDevice(
         runner=runner,
@@ -82,6 +98,7 @@ def start_simulated(config: EngineConfig, shape: ModelShape, seat: GangSeat | No
         memory_ledger_bytes={"weights": weight_bytes, "kv_cache": num_blocks * block_bytes},
         notes=tuple(notes),
         predict=predict,
+        kv=kv,
     )
 
 

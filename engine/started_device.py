@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from .config import EngineConfig, max_num_seqs_of, with_overrides
 from .cuda_context import begin_cuda_context
+from .kv_transfer.ranks import KV_KEY, GangRanks, LocalRanks, shards_of
+from .kv_transfer.start import StartedKv, new_kv_key, open_endpoint, times_of
 from .model_shape import ModelShape
 from .model_source import ModelSource
 from .parallel.here import devices_of_ranks
 from .parallel.layout import ShardLayout
 from .parallel.local_gang import LocalGang
-from .parallel.member import GangSeat
+from .parallel.member import GangMember, GangSeat
 from .parallel.place import RankPlace
 from .plan import Runner
 from .step_time import Hardware, StepShape, StepTimeModel, hardware_of
@@ -64,6 +66,8 @@ class StartedDevice:
     notes: tuple[str, ...]
     predict: Callable[[StepShape], float] | None
     """Seconds of a step; None on a device of unknown speed."""
+    kv: StartedKv | None = None
+    """Where KV comes and goes; None: it does not."""
 
 
 def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel:
@@ -72,8 +76,10 @@ def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtyp
     return StepTimeModel.known(shape, hardware, dtype=dtype, profile_folders=[] if folder is None else [Path(folder)])
 
 
-def start_device(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> StartedDevice:
-    """The only device of an engine."""
+def start_device(
+    config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases, *, host: str
+) -> StartedDevice:
+    """The only device of an engine. `host`: this machine's address for others that send KV."""
     wait_for_context = begin_cuda_context(config.device)
 
     phases.end("import torch")
@@ -83,7 +89,15 @@ def start_device(config: EngineConfig, source: ModelSource, shape: ModelShape, p
     wait_for_context()
     phases.end("cuda context")
     built = build_model_runner(config, source, shape, report=phases.add)
-    return _built(config, shape, built, built.runner)
+    kv = None
+    if config.cache.kv_transfer:
+        ranks, shards, key = LocalRanks(), shards_of(shape, tp_size=1, pp_size=1), new_kv_key()
+        url = open_endpoint(
+            built.runner, config, shards, 0, key=key, host=host, on_event=lambda event: ranks.inbox.put(0, event)
+        )
+        is_cpu = built.device.type == "cpu"
+        kv = StartedKv(ranks, key, host, [url], shards, times_of(config, is_cpu=is_cpu))
+    return _built(config, shape, built, built.runner, kv)
 
 
 def start_gang_device(
@@ -94,18 +108,35 @@ def start_gang_device(
     from .parallel.rank import build_rank
 
     phases.end("import torch")
+    member = seat.member
     built: list[BuiltRunner] = []
     built_at_s = 0.0
+    ranks: GangRanks | None = None
 
     def build(store: TCPStore) -> Runner:
-        nonlocal built_at_s
-        built.append(build_rank(config, source, shape, seat.member, store, phases.add))
+        nonlocal built_at_s, ranks
+        if config.cache.kv_transfer:
+            ranks = GangRanks(member, store)
+        built.append(build_rank(config, source, shape, member, store, phases.add))
         built_at_s = time.monotonic()
         return built[0].runner
 
     runner = start_gang(seat, build)
     phases.add("followers", time.monotonic() - built_at_s)
-    return _built(config, shape, built[0], runner)
+    kv = None if ranks is None else _gang_kv(config, shape, member, built[0], ranks)
+    return _built(config, shape, built[0], runner, kv)
+
+
+def _gang_kv(
+    config: EngineConfig, shape: ModelShape, member: GangMember, built: BuiltRunner, ranks: GangRanks
+) -> StartedKv:
+    """Rank 0's endpoint beside those of its followers, which listen by now."""
+    shards, key = shards_of(shape, tp_size=member.place.tp_size, pp_size=member.place.pp_size), member.key(KV_KEY)
+    url = open_endpoint(
+        built.runner, config, shards, 0, key=key, host=member.host, on_event=lambda event: ranks.inbox.put(0, event)
+    )
+    times = times_of(config, is_cpu=built.device.type == "cpu")
+    return StartedKv(ranks, key, member.host, [url, *ranks.follower_urls()], shards, times)
 
 
 def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShape, phases: Phases) -> StartedDevice:
@@ -139,7 +170,9 @@ def start_local_gang(config: EngineConfig, source: ModelSource, shape: ModelShap
         raise
 
 
-def _built(config: EngineConfig, shape: ModelShape, built: BuiltRunner, runner: Runner) -> StartedDevice:
+def _built(
+    config: EngineConfig, shape: ModelShape, built: BuiltRunner, runner: Runner, kv: StartedKv | None
+) -> StartedDevice:
     import torch
 
     name = torch.cuda.get_device_name(built.device) if built.device.type == "cuda" else built.device.type
@@ -156,4 +189,5 @@ def _built(config: EngineConfig, shape: ModelShape, built: BuiltRunner, runner: 
         memory_ledger_bytes=built.memory_ledger_bytes,
         notes=built.notes,
         predict=None if hardware is None else step_times(config, shape, hardware, built.dtype).predict,
+        kv=kv,
     )

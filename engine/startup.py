@@ -19,6 +19,7 @@ from .sim_device import start_simulated
 from .started_device import Phases, Report, StartedDevice, start_device, start_gang_device, start_local_gang
 from .stats import EngineInfo
 from .step_budget import StepBudget
+from .step_costs import StepCosts
 from .step_time import HARDWARE
 
 
@@ -30,13 +31,15 @@ def start_engine(
     *,
     on_broken: Callable[[str], None] = end_process,
     hash_key: bytes = b"",
+    host: str = "127.0.0.1",
 ) -> EngineCore:
     """Load the model and return a core that is ready for requests.
 
     With `member`, rank 0 of a gang whose other ranks were started elsewhere (parallel/follower.py): they meet at
     `store_socket` (None: at the member's port), and `on_broken(reason)` is called by another thread when one of them
     dies, freezes or hangs later. Without, ranks that the configuration asks for are started as processes of this
-    machine, and an engine that breaks raises EngineFailed. `hash_key` is that of the cluster's block hashes.
+    machine, and an engine that breaks raises EngineFailed. `hash_key` is that of the cluster's block hashes, `host`
+    this machine's address for other engines, where KV comes from them or goes to them.
 
     Raises ConfigError or CheckpointError, of whatever rank, with a sentence that says what to change.
     """
@@ -50,14 +53,14 @@ def start_engine(
     if member is not None and member.place.world_size > 1:
         seat = GangSeat(member, store_socket, on_broken)
     if config.device.startswith("sim"):
-        device = start_simulated(config, shape, seat)
+        device = start_simulated(config, shape, seat, kv_host=host)
         phases.end("simulated device")
     elif seat is not None:
         device = start_gang_device(config, source, shape, phases, seat)
     elif config.parallel.num_ranks > 1:
         device = start_local_gang(config, source, shape, phases)
     else:
-        device = start_device(config, source, shape, phases)
+        device = start_device(config, source, shape, phases, host=host)
     try:
         return _core(config, source, shape, device, phases, settled.reason, hash_key)
     except BaseException:
@@ -93,6 +96,16 @@ def _core(
     )
     hasher = BlockHasher(device.block_size, domain=source.name, key=hash_key)
     scheduler = Scheduler(limits, PrefixCache(device.num_blocks), hasher, _step_budget(config, device))
+    handovers = None
+    if device.kv is not None:
+        handovers = device.kv.handovers(
+            scheduler,
+            device.runner,
+            model=source.name,
+            head_dim=shape.head_dim,
+            block_size=device.block_size,
+            dtype=device.dtype,
+        )
     info = EngineInfo(
         model_name=config.model.served_model_name or source.name,
         max_model_len=device.max_model_len,
@@ -103,6 +116,10 @@ def _core(
         max_num_waiting=limits.max_num_waiting,
         device=device.name,
         dtype=device.dtype,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_mixed_prefill_tokens=limits.max_mixed_prefill_tokens,
+        tpot_target_s=None if config.scheduler.tpot_target_ms is None else config.scheduler.tpot_target_ms / 1e3,
+        step_costs=None if device.predict is None else StepCosts.of(device.predict),
         memory_ledger_bytes=device.memory_ledger_bytes,
         startup_s=phases.seconds,
         hash_domain=source.name if limits.enable_prefix_caching else None,
@@ -112,8 +129,9 @@ def _core(
             *_seqs_note(config.scheduler.max_num_seqs, device.max_num_seqs),
             *_length_note(config.model.max_model_len, shape.max_position_embeddings),
         ],
+        kv=None if handovers is None else handovers.own,
     )
-    return EngineCore(scheduler, device.runner, info)
+    return EngineCore(scheduler, device.runner, info, handovers)
 
 
 def _seqs_note(asked: int | None, settled: int) -> list[str]:

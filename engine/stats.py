@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from .kv_transfer.messages import KvPeer
+from .step_costs import StepCosts
+
 
 class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     """Load and progress of one engine at one moment. Counters only rise."""
@@ -86,9 +89,21 @@ class EngineInfo(msgspec.Struct, kw_only=True, frozen=True):
     max_num_waiting: int
     device: str
     dtype: str
+    max_num_batched_tokens: int = 512
+    """Tokens that a step computes at most."""
+    max_mixed_prefill_tokens: int | None = None
+    """Of a step with decodes, at most so many are prompt tokens; None: as many as fit."""
+    tpot_target_s: float | None = None
+    """What steps with decodes are held under, seconds; None: they take as many prompt tokens as fit."""
+    step_costs: StepCosts | None = None
+    """How long steps take; None where that must be learned from them first."""
     memory_ledger_bytes: dict[str, int] = {}
     """Start-up's memory ledger: weights, kv_cache, workspace and so on."""
     startup_s: dict[str, float] = {}
     """Seconds each phase of start-up took, in order."""
+    hash_domain: str | None = None
+    """Domain of the block hashes by which it finds cached prefixes; None: it caches none."""
     notes: list[str] = []
     """Sentences for the operator: why there are that many blocks, and what start-up changed of the configuration."""
+    kv: KvPeer | None = None
+    """Where KV of requests that were prefilled elsewhere is taken; None: it neither comes nor goes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,15 +65,25 @@ class Decoder:
         device = self.layers[0].mlp.norm.weight.device
         self.cos_sin = build_cos_sin(shape.rope, shape.head_dim, max_position, device)
 
-    def forward(self, inputs: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+        *,
+        on_layer: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """The residual stream [tokens, hidden] behind the last layer here.
 
         `inputs` are token ids [tokens] int64 on the first stage; on the others the residual stream that the stage
-        before returned, which is taken over and changed. All ranks of a stage call it with the same.
+        before returned, which is taken over and changed. All ranks of a stage call it with the same. `on_layer` is
+        called when a layer's cache has been written, or on CUDA when that has been launched.
         """
         residual = inputs if self.embedding is None else self.embedding(inputs)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.attention(residual, batch, cache, self.cos_sin)
+            if on_layer is not None:
+                on_layer()
             layer.mlp(residual)
         return residual
 

@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from manta.engine.config import EngineConfig
+from manta.engine.kv_transfer.ranks import KV_KEY, FollowerEvents, shards_of
+from manta.engine.kv_transfer.start import open_endpoint
+from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import load_shape, resolve_model
-from manta.engine.plan import Runner, StepHandle
+from manta.engine.plan import Runner, StepHandle, StepPlan
 from manta.engine.sim_device import start_simulated
 
 from .link import FollowerLink
@@ -22,7 +26,10 @@ from .member import GangMember
 from .plan_codec import Order, StepReport, decode, encode_report
 from .rank import Report, build_rank, open_store
 from .ring import SLICE_S
-from .watch import Watch, end_process
+from .watch import Store, Watch, end_process
+
+if TYPE_CHECKING:
+    from manta.engine.runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Follower:
 
         Raises ConfigError or CheckpointError when this rank cannot start; rank 0 raises the same.
         """
-        store = open_store(self._member)
+        store, events = open_store(self._member), None
         watch = Watch(self._member, store, self._on_broken, minds_silence=self._minds_silence)
         try:
             link = FollowerLink(self._member, store)
@@ -89,6 +96,8 @@ class Follower:
                 runner = built.runner
                 if built.device.type == "cuda":
                     link.look_for_plans(self._member)
+                if self._config.cache.kv_transfer:
+                    events = _open_endpoint(self._config, shape, self._member, store, built.runner)
         except Exception as error:
             watch.fail(error)
             raise
@@ -101,6 +110,8 @@ class Follower:
             raise
         watch.close()
         link.close()
+        if events is not None:
+            events.close()
 
     def _follow(self, runner: Runner, link: FollowerLink, watch: Watch) -> None:
         steps: SimpleQueue[tuple[int, StepHandle] | None] = SimpleQueue()
@@ -117,9 +128,11 @@ class Follower:
                 break
             if message is Order.PREPARE_MORE:
                 runner.prepare_more()
+            elif isinstance(message, StepPlan):
+                steps.put((message.step_id, runner.launch(message)))
             else:
                 assert not isinstance(message, Order)
-                steps.put((message.step_id, runner.launch(message)))
+                runner.obey(message)
         steps.put(None)
         collector.join()
         runner.close()
@@ -140,6 +153,18 @@ class Follower:
 
     def _end_phase(self, name: str, seconds: float | None = None) -> None:
         self._report(name, self._phases.end(name, seconds))
+
+
+def _open_endpoint(
+    config: EngineConfig, shape: ModelShape, member: GangMember, store: Store, runner: ModelRunner
+) -> FollowerEvents:
+    """Let KV come to this rank and go from it. Returns what is to be closed after the runner."""
+    events = FollowerEvents(member, store)
+    shards = shards_of(shape, tp_size=member.place.tp_size, pp_size=member.place.pp_size)
+    rank, key = member.place.rank, member.key(KV_KEY)
+    url = open_endpoint(runner, config, shards, rank, key=key, host=member.host, on_event=events.put)
+    events.say_url(url)
+    return events
 
 
 @dataclass

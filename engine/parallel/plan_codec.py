@@ -11,6 +11,7 @@ import enum
 
 import msgspec
 
+from manta.engine.kv_transfer.messages import KvOrder
 from manta.engine.plan import StepPlan, StepResult
 
 
@@ -31,21 +32,27 @@ class StepReport(msgspec.Struct, array_like=True):
 
 
 _PLAN = b"p"
+_KV = b"k"
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
+_decode_kv = msgspec.msgpack.Decoder(KvOrder).decode
 _decode_report = msgspec.msgpack.Decoder(StepReport).decode
 
 
-def encode(message: StepPlan | Order) -> bytes:
+def encode(message: StepPlan | KvOrder | Order) -> bytes:
     """A plan or an order as a message to the followers."""
-    return message.value if isinstance(message, Order) else _PLAN + _encode(message)
+    if isinstance(message, Order):
+        return message.value
+    return (_PLAN if isinstance(message, StepPlan) else _KV) + _encode(message)
 
 
-def decode(data: bytes) -> StepPlan | Order:
+def decode(data: bytes) -> StepPlan | KvOrder | Order:
     """Inverse of `encode`. Raises ValueError for anything else."""
     if data[:1] == _PLAN:
         return _decode_plan(memoryview(data)[1:])
+    if data[:1] == _KV:
+        return _decode_kv(memoryview(data)[1:])
     return Order(data)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from manta.engine.errors import MantaError
+from manta.engine.kv_transfer.messages import KvOrder
 from manta.engine.plan import Runner, StepHandle, StepPlan, StepResult
 
 from .link import DriverLink
@@ -52,6 +53,12 @@ class ShardedRunner:
             self._link.send(encode(plan), self._watch.check)
             own = self._own.launch(plan)
         return _ShardedHandle(self, plan, own)
+
+    def obey(self, order: KvOrder) -> None:
+        """All ranks get it, behind the steps that were launched."""
+        with self._explained():
+            self._link.send(encode(order), self._watch.check)
+            self._own.obey(order)
 
     def prepare_more(self) -> bool:
         """All ranks prepare the same."""

@@ -150,12 +150,12 @@ def test_launch_returns_before_the_step_ran_and_errors_come_out_of_the_handle(
     may_run, seen = threading.Event(), []
     forward = built.runner._model.forward
 
-    def held(*arguments: Any) -> torch.Tensor:
+    def held(*arguments: Any, **options: Any) -> torch.Tensor:
         assert may_run.wait(20)
         seen.append(threading.current_thread().name)
         if len(seen) == 2:
             raise MemoryError("no memory left")
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     monkeypatch.setattr(built.runner._model, "forward", held)
     driver = Driver(built)
@@ -176,9 +176,9 @@ def test_the_worker_uses_as_many_threads_as_its_maker(tiny: tuple[Path, Any], mo
     built = build(tiny[0])
     forward, seen = built.runner._model.forward, []
 
-    def counted(*arguments: Any) -> torch.Tensor:
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
         seen.append(torch.get_num_threads())
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     monkeypatch.setattr(built.runner._model, "forward", counted)
     Driver(built).generate([PROMPTS[2]], 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from manta.engine.plan import StepPlan, StepResult
+from manta.engine.prefix_cache import BlockHasher, PrefixCache
 from manta.engine.request import FinishReason, RefusalReason, RequestDelta
 from manta.engine.scheduler import Scheduler
 from tests.engine.engines import make_scheduler, request
@@ -355,3 +357,153 @@ def test_a_resumed_request_of_which_all_but_one_token_is_cached_is_no_decode_amo
     scheduler.add(resumed)
     plan = schedule(scheduler)
     assert [(row.start, row.num_tokens, row.is_decode) for row in plan.rows] == [(0, 10, False), (8, 1, False)]
+
+
+def test_steps_are_quiet_until_somebody_ends_needs_a_block_or_fills_one():
+    scheduler = make_scheduler()  # blocks of 4
+    scheduler.add(request("a", [1] * 5, max_tokens=20))
+    assert scheduler.num_quiet_steps() == 0
+    first, second = schedule(scheduler), schedule(scheduler)
+    assert scheduler.num_quiet_steps() == 1  # 6 of 8 computed: the 7th is quiet, the 8th fills a block
+    finish(scheduler, first, 7)
+    finish(scheduler, second, 7)
+    assert scheduler.num_quiet_steps() == 1
+    scheduler.add(request("b", [1]))
+    assert scheduler.num_quiet_steps() == 0
+
+
+def test_steps_are_quiet_while_the_one_that_waits_has_no_room():
+    scheduler = make_scheduler(num_blocks=4, max_model_len=12)
+    scheduler.add(request("a", [1] * 5, max_tokens=4))
+    schedule(scheduler)
+    scheduler.add(request("b", [2] * 11, max_tokens=1))
+    schedule(scheduler)
+    assert scheduler.num_waiting == 1
+    assert scheduler.num_quiet_steps() == 1
+
+
+def test_repeating_a_quiet_step_equals_scheduling_it_again():
+    found = []
+    for repeats in (False, True):
+        scheduler = make_scheduler(block_size=32)
+        scheduler.add(request("a", [1] * 5, max_tokens=9))
+        scheduler.add(request("b", [2] * 3, max_tokens=30))
+        finish(scheduler, schedule(scheduler), 7, 7)
+        plan = schedule(scheduler)
+        assert scheduler.num_quiet_steps() == 7
+        if repeats:
+            scheduler.repeat(6, 7)
+        else:
+            for _ in range(6):
+                plan, before = schedule(scheduler), plan
+                finish(scheduler, before, 7, 7)
+        assert scheduler.num_quiet_steps() == 1
+        deltas = finish(scheduler, plan, 7, 7)
+        last = schedule(scheduler)
+        deltas += finish(scheduler, last, 7, 7)
+        numbers = scheduler.num_context_tokens, scheduler.num_generated_tokens
+        found.append((deltas, rows(last), numbers, scheduler.cache.pool.num_used))
+    assert found[0] == found[1]
+    assert [delta.request_id for delta in found[0][0] if delta.finish_reason is not None] == ["a"]
+
+
+def test_token_ids_are_not_looked_at_where_only_lengths_count():
+    limits = replace(make_scheduler().limits, vocab_size=None)
+    scheduler = Scheduler(limits, PrefixCache(8), BlockHasher(4, domain="test"))
+    assert scheduler.add(request("a", [10**9])) is None
+
+
+def load(scheduler: Scheduler) -> tuple[int, int]:
+    """Tokens that are still to be computed beside decodes, and tokens that the last step's decodes read."""
+    return scheduler.num_prefill_tokens, scheduler.num_context_tokens
+
+
+def test_all_tokens_of_waiting_requests_are_still_to_be_computed():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1] * 10))
+    resumed = request("b", [2] * 5)
+    resumed.output_token_ids = [7, 8]
+    scheduler.add(resumed)
+    assert load(scheduler) == (17, 0)
+    schedule(scheduler)
+    assert load(scheduler) == (0, 0)
+
+
+def test_what_a_step_leaves_of_a_begun_prompt_is_still_to_be_computed():
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(request("a", [1] * 20))
+    scheduler.add(request("b", [2] * 6))
+    left = []
+    for _ in range(4):
+        schedule(scheduler)
+        left.append(load(scheduler))
+    # 8 of a; 8 of a; the last 4 of a with 4 of b; a decode over 21 tokens with the last 2 of b
+    assert left == [(12 + 6, 0), (4 + 6, 0), (2, 0), (0, 21)]
+
+
+def test_cached_tokens_are_not_to_be_computed_once_a_request_has_begun():
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(request("a", [1] * 8, max_tokens=1))
+    finish(scheduler, schedule(scheduler), 7)
+    scheduler.add(request("b", [1] * 8 + [2] * 12))
+    assert load(scheduler) == (20, 0)
+    schedule(scheduler)
+    assert load(scheduler) == (20 - 8 - 8, 0)
+
+
+def test_decodes_read_all_tokens_before_them_and_their_own():
+    scheduler = make_scheduler()
+    scheduler.add(request("a", [1] * 4))
+    scheduler.add(request("b", [2] * 9))
+    finish(scheduler, schedule(scheduler), 7, 7)
+    contexts = []
+    for _ in range(2):
+        finish(scheduler, schedule(scheduler), 7, 7)
+        contexts.append(load(scheduler))
+    assert contexts == [(0, 5 + 10), (0, 6 + 11)]
+
+
+def test_prompts_that_no_budget_was_left_for_are_counted():
+    scheduler = make_scheduler(budget=4, max_num_seqs=4)
+    for name in "abc":
+        scheduler.add(request(name, [1]))
+    scheduler.add(request("d", [2] * 9))
+    finish(scheduler, schedule(scheduler), 7, 7, 7)  # and 1 of the 9
+    assert load(scheduler) == (8, 0)
+    finish(scheduler, schedule(scheduler), 7, 7, 7)
+    assert load(scheduler) == (7, 3 * 2)
+
+
+def test_a_cancelled_request_leaves_nothing_to_be_computed():
+    scheduler = make_scheduler(budget=8, max_num_seqs=1)
+    scheduler.add(request("a", [1] * 20))
+    scheduler.add(request("b", [2] * 5))
+    plan = schedule(scheduler)
+    scheduler.cancel("b")
+    assert load(scheduler) == (12, 0)
+    scheduler.cancel("a")
+    assert scheduler.schedule() is None
+    assert load(scheduler) == (0, 0)
+    assert finish(scheduler, plan) == []
+
+
+def test_a_preempted_request_has_all_its_tokens_to_be_computed_again():
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=2, max_model_len=16)
+    scheduler.add(request("a", [1] * 7, max_tokens=8))
+    scheduler.add(request("b", [2] * 3, max_tokens=8))
+    for _ in range(2):
+        finish(scheduler, schedule(scheduler), 7, 7)
+    assert load(scheduler) == (0, 8 + 4)
+    schedule(scheduler)  # a needs a third block, b has three prompt tokens and two more
+    assert scheduler.num_preemptions == 1
+    assert load(scheduler) == (5, 9)
+
+
+def test_an_engine_without_requests_has_nothing_to_compute_and_reads_nothing():
+    scheduler = make_scheduler(budget=8)
+    for name in "abcd":
+        scheduler.add(request(name, [ord(name)] * 11, max_tokens=5))
+    while (plan := scheduler.schedule()) is not None:
+        finish(scheduler, plan, *[7] * sum(row.samples for row in plan.rows))
+    assert load(scheduler) == (0, 0)
+    assert not scheduler.has_unfinished

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from manta.engine.kv_transfer.messages import KvAccept, KvOpen, KvOrder, KvPeer, KvRange, KvRevoke, KvShard, KvStop
 from manta.engine.parallel.plan_codec import Order, StepReport, decode, decode_report, encode, encode_report
 from manta.engine.plan import Row, StepPlan, StepResult
 from manta.engine.request import TokenLogprobs
@@ -59,3 +60,35 @@ def test_reports_arrive_with_their_logprobs():
     logprobs = TokenLogprobs(5, -0.5, [5, 6], [-0.5, -1.5])
     report = StepReport(7, StepResult([5, 9], {1: logprobs}, {0: [logprobs, logprobs]}, 0.25, 0.125))
     assert decode_report(encode_report(report)) == report
+
+
+KV_PEER = KvPeer(
+    control_url="tcp://127.0.0.1:1",
+    rank_urls=["tcp://127.0.0.1:2", "tcp://127.0.0.1:3"],
+    shards=[KvShard((0, 30), (0, 2)), KvShard((0, 30), (2, 3))],
+    model="m",
+    block_size=16,
+    head_dim=64,
+    dtype="float32",
+    key=bytes(range(32)),
+)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        KvOpen(2**62, KV_PEER, [4, 5], [0, 9]),
+        KvRange(2**62, 16, 40, True),
+        KvStop(7),
+        KvAccept(7, [1, 2, 3], 16, 40),
+        KvRevoke(7),
+    ],
+    ids=lambda order: type(order).__name__,
+)
+def test_orders_about_kv_arrive_as_they_were_sent(order: KvOrder):
+    assert decode(encode(order)) == order
+
+
+def test_a_plan_carries_what_its_ranks_send():
+    plan = StepPlan(3, [], [], [Row(0, 16, 24, [], True, False)], sends=[KvRange(2**62, 16, 40, True)])
+    assert decode(encode(plan)) == plan
