@@ -1,7 +1,7 @@
 """`manta bench schedule`: what scheduling policies would make of a workload on a GPU that is not needed for it.
 
-The real scheduler and step loop run over the simulated device on a clock of its own, with the step-time model's times:
-the host costs nothing here, so that policies alone are compared.
+One replica of the fleet simulator: the real scheduler on a clock of its own, with the step-time model's times. The host
+costs nothing here, so that policies alone are compared.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from manta.autoscaling.simulator.events import EventQueue
+from manta.autoscaling.simulator.fleet import Fleet, Route
+from manta.autoscaling.simulator.replica import Frame, ReplicaSpec
+from manta.autoscaling.simulator.workload import SimRequest
 from manta.engine.config import EngineConfig
-from manta.engine.core import EngineCore
 from manta.engine.model_source import load_shape, resolve_model
-from manta.engine.prefix_cache import BlockHasher, PrefixCache
-from manta.engine.request import EngineRequest, SamplingParams
-from manta.engine.scheduler import Scheduler, SchedulerLimits
-from manta.engine.sim import SimRunner
-from manta.engine.stats import EngineInfo
-from manta.engine.step_budget import StepBudget
 from manta.engine.step_time import StepTimeModel, hardware_named
 
 from .report import Report
-from .stats import RequestRecord, summarize
+from .stats import median
 from .workloads import mix_lengths
 
 BLOCK_SIZE = 64
@@ -66,78 +63,45 @@ class Outcome:
     tpot_p50_s: float
 
 
-class VirtualClock:
-    """Time passes when somebody sleeps."""
+class OneReplica:
+    """Routes to the only one."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def route(self, request: SimRequest, now_s: float) -> Route | None:
+        return Route("replica")
 
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
+    def learn(self, frame: Frame, now_s: float) -> None:
+        """Nothing depends on it."""
 
 
 def simulate(
     model: StepTimeModel, policy: Policy, prompt_lens: Sequence[int], output_lens: Sequence[int], *, num_blocks: int
 ) -> Outcome:
     """All requests at once, each with its own prompt, end-of-sequence ignored."""
-    clock, vocab_size = VirtualClock(), 1000
-    limits = SchedulerLimits(
+    fleet = Fleet(EventQueue())
+    fleet.routers.append(OneReplica())
+    spec = ReplicaSpec(
+        model.predict,
+        num_blocks,
+        BLOCK_SIZE,
         max_num_seqs=policy.max_num_seqs,
         max_num_batched_tokens=policy.max_num_batched_tokens,
         max_num_waiting=len(prompt_lens),
-        max_model_len=num_blocks * BLOCK_SIZE,
-        vocab_size=vocab_size,
-        enable_prefix_caching=False,
+        tpot_target_s=None if policy.tpot_target_ms is None else policy.tpot_target_ms / 1e3,
     )
-    budget = None
-    if policy.tpot_target_ms is not None:
-        target_s = policy.tpot_target_ms / 1e3
-        budget = StepBudget(model.predict, target_s=target_s, max_tokens=policy.max_num_batched_tokens)
-    scheduler = Scheduler(limits, PrefixCache(num_blocks), BlockHasher(BLOCK_SIZE, domain="simulation"), budget)
-    runner = SimRunner(model.predict, vocab_size=vocab_size, clock=clock, sleep=clock.sleep)
-    info = EngineInfo(
-        model_name="simulation",
-        max_model_len=limits.max_model_len,
-        vocab_size=vocab_size,
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_waiting=limits.max_num_waiting,
-        device="sim",
-        dtype="bfloat16",
-    )
-    core = EngineCore(scheduler, runner, info)
-    records: dict[str, RequestRecord] = {}
-    for index, (prompt_len, output_len) in enumerate(zip(prompt_lens, output_lens, strict=True)):
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, seed=0)
-        request = EngineRequest(request_id=str(index), prompt_token_ids=[0] * prompt_len, params=params)
-        refusal = core.add(request)
-        assert refusal is None, refusal
-        records[request.request_id] = RequestRecord(0.0, prompt_len, output_len)
-    num_steps, longest_s, had_decodes = 0, 0.0, False
-    while core.has_work:
-        before_s, had_tokens = clock.now_s, had_decodes
-        for delta in core.step():
-            record = records[delta.request_id]
-            record.arrivals_s.append(clock.now_s)
-            record.num_output_tokens += len(delta.token_ids)
-            had_decodes = True
-            if delta.finish_reason is not None:
-                record.finished_s = clock.now_s
-        num_steps += 1
-        if had_tokens:
-            longest_s = max(longest_s, clock.now_s - before_s)
-    result = summarize(list(records.values()))
+    replica = fleet.add_replica("replica", spec)
+    pairs = zip(prompt_lens, output_lens, strict=True)
+    outcomes = fleet.run([SimRequest(str(index), 0.0, *pair) for index, pair in enumerate(pairs)])
+    refused = [outcome.refused for outcome in outcomes if outcome.refused is not None]
+    assert not refused, refused[0]
+    ttfts_s = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
+    tpots_s = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
     return Outcome(
-        duration_s=clock.now_s,
-        num_steps=num_steps - 1,  # the last call only collects
-        num_preemptions=scheduler.num_preemptions,
-        longest_decode_step_s=longest_s,
-        ttft_p50_s=result.ttft.median,
-        tpot_p50_s=result.tpot.median,
+        duration_s=max(outcome.finished_s or 0.0 for outcome in outcomes),
+        num_steps=replica.log.num_steps,
+        num_preemptions=replica.scheduler.num_preemptions,
+        longest_decode_step_s=replica.log.longest_gap_s,
+        ttft_p50_s=median(ttfts_s),
+        tpot_p50_s=median(tpots_s),
     )
 
 

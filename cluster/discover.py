@@ -5,6 +5,7 @@ Calls block for a few milliseconds each (the head answers them); the process mus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from ray.util import placement_group_table
 
 from .hardware import SOCKETS_LABEL, sockets_from_label
 from .placement import CannotPlace, place
-from .spec import GangSpec
+from .spec import GangSpec, PoolSpec
 from .topology import Node, Topology
 
 HEAD_RESOURCE = "node:__internal_head__"
@@ -68,6 +69,15 @@ def what_is_missing(spec: GangSpec, app_name: str, deployment: str) -> str | Non
         return None
     result = place(discover(), spec, num_replicas=num_waiting)
     return result.missing if isinstance(result, CannotPlace) else None
+
+
+def what_pools_miss(pools: Sequence[PoolSpec], app_name: str) -> str | None:
+    """The same of the first pool of which a replica waits; it is named when there are several."""
+    for pool in pools:
+        missing = what_is_missing(pool.gang, app_name, pool.name)
+        if missing is not None:
+            return f"{missing} (pool {pool.name})" if len(pools) > 1 else missing
+    return None
 
 
 def _node(table: dict[str, Any], free: dict[str, float]) -> Node:

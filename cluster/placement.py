@@ -6,11 +6,11 @@ be torn apart). `place` foresees whether that can work on a topology and on whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from .spec import GangSpec, matches
+from .spec import GangSpec, PoolSpec, matches
 from .topology import Node, Topology
 
 Strategy = Literal["STRICT_PACK", "PACK"]
@@ -42,6 +42,8 @@ class CannotPlace:
     """Replicas that find room."""
     missing: str
     """What the next one lacks, as a sentence without its end."""
+    pool: str | None = None
+    """Whose replica it is, where there are several pools."""
 
 
 def demand(spec: GangSpec) -> Demand:
@@ -69,6 +71,27 @@ def place(topology: Topology, spec: GangSpec, *, num_replicas: int) -> Placement
             num_gangs[node_id] += 1
         placed.append(chosen)
     return Placement(tuple(placed))
+
+
+def place_pools(topology: Topology, pools: Sequence[PoolSpec]) -> Mapping[str, Placement] | CannotPlace:
+    """Nodes for all pools together, by name: those that need the largest blocks first, each of what the others left."""
+    placed: dict[str, Placement] = {}
+    for pool in sorted(pools, key=lambda one: (-one.gang.stage_gpus, -one.gang.bundles()[0]["CPU"])):
+        result = place(topology, pool.gang, num_replicas=pool.num_replicas)
+        if isinstance(result, CannotPlace):
+            return replace(result, pool=pool.name) if len(pools) > 1 else result
+        placed[pool.name] = result
+        topology = _without(topology, pool.gang, result)
+    return placed
+
+
+def _without(topology: Topology, spec: GangSpec, placement: Placement) -> Topology:
+    """What is left when the replicas are where they were placed."""
+    nodes = {node.node_id: node for node in topology.nodes}
+    for node_ids in placement.nodes:
+        for node_id, bundle in zip(node_ids, spec.bundles(), strict=True):
+            nodes[node_id] = nodes[node_id].without(bundle)
+    return Topology(tuple(nodes.values()))
 
 
 def _place_one(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .routing.roles import Role
+
 
 @dataclass(frozen=True)
 class GangSpec:
@@ -52,6 +54,18 @@ class GangSpec:
     def rank_resources(self) -> dict[str, float]:
         """What each rank's actor asks for, by Ray's names of options."""
         return {"num_cpus": self.cpus_per_rank, "num_gpus": self.gpus_per_rank}
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Replicas that are alike, which Serve knows as one deployment."""
+
+    name: str
+    """Of the deployment."""
+    gang: GangSpec
+    num_replicas: int
+    role: Role = Role.MIXED
+    """That its replicas begin with."""
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from manta.cluster.placement import CannotPlace, Placement, demand, place
-from manta.cluster.spec import GangSpec, matches
+from manta.cluster.placement import CannotPlace, Placement, demand, place, place_pools
+from manta.cluster.spec import GangSpec, PoolSpec, matches
 from manta.cluster.topology import Node, Topology
 
 
@@ -191,3 +191,35 @@ def test_on_a_random_cluster_nothing_is_overdrawn_torn_apart_or_refused_in_error
         assert len({nodes[0] for nodes in result.nodes}) == num_replicas
     elif num_whole:
         assert len(set(result.nodes[0])) == 1
+
+
+def pool(name: str, gang: GangSpec, num_replicas: int) -> PoolSpec:
+    return PoolSpec(name, gang, num_replicas)
+
+
+def test_pools_take_what_others_left_the_largest_blocks_first() -> None:
+    topology = Topology((Node("a", "10.0.0.1", 8, 8, 64, 64), Node("b", "10.0.0.2", 4, 4, 64, 64)))
+    result = place_pools(topology, [pool("decode", gpu_gang(2), 4), pool("prefill", gpu_gang(4), 1)])
+    assert not isinstance(result, CannotPlace)
+    # One of four GPUs where that leaves the fewest over; then the others beside it.
+    assert result["prefill"].nodes == (("b",),)
+    assert result["decode"].nodes == (("a",), ("a",), ("a",), ("a",))
+
+
+def test_the_pool_that_finds_no_room_is_named() -> None:
+    topology = Topology((Node("a", "10.0.0.1", 8, 8, 64, 64),))
+    result = place_pools(topology, [pool("prefill", gpu_gang(4), 1), pool("decode", gpu_gang(4), 2)])
+    assert isinstance(result, CannotPlace)
+    assert result.pool == "decode"
+    assert result.missing.startswith("1 of 2 replicas find room; the next one needs 4 GPUs in one node")
+
+
+def test_pools_keep_to_their_own_nodes() -> None:
+    nodes = (Node("a", "10.0.0.1", 8, 8, 64, 64, labels={"gpu": "x"}), Node("b", "10.0.0.2", 8, 8, 64, 64))
+    pools = [pool("prefill", gpu_gang(8, labels={"gpu": "x"}), 1), pool("decode", gpu_gang(8, labels={"gpu": "!x"}), 1)]
+    result = place_pools(Topology(nodes), pools)
+    assert not isinstance(result, CannotPlace)
+    assert {name: placement.nodes for name, placement in result.items()} == {
+        "prefill": (("a",),),
+        "decode": (("b",),),
+    }
