@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.deploy.config import DeployConfig
-from manta.deploy.serve import num_ranks
+from manta.deploy.serve import num_ranks_of
 from manta.engine.config import with_overrides
 
 from .chaos_faults import FaultRecord, inject
@@ -95,7 +95,7 @@ def run(config: DeployConfig, plan: ChaosPlan, *, say: Callable[[str], None], lo
     lab = None
     if plan.num_nodes:
         config = with_overrides(config, {"serving.node_labels": {"role": "engine"}})
-        lab = NodeLab(plan.num_nodes, cpus_per_node=num_ranks(config))
+        lab = NodeLab(plan.num_nodes, cpus_per_node=num_ranks_of(config.engine))
     system = ChaosSystem(config, lab)
     report = ChaosReport(plan.seed)
     try:

@@ -94,13 +94,17 @@ class Answer:
         return None
 
 
-def make_bodies(model: str, *, count: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Different requests, reproducibly; every one has an answer that depends on nothing but itself."""
+def make_bodies(
+    model: str, *, count: int, seed: int, max_tokens: int, longest_prompt: int = 30
+) -> list[dict[str, Any]]:
+    """Different requests, reproducibly; every one has an answer that depends on nothing but itself. Prompts repeat a
+    phrase of about four tokens up to `longest_prompt` times."""
     rng = random.Random(seed)
     bodies = []
     for index in range(count):
         body: dict[str, Any] = {
-            "model": model, "prompt": f"Story {index} of {rng.randrange(10**6)}: " + "and so on, " * rng.randrange(30),
+            "model": model,
+            "prompt": f"Story {index} of {rng.randrange(10**6)}: " + "and so on, " * rng.randrange(longest_prompt),
             "max_tokens": rng.randint(max_tokens // 4, max_tokens), "temperature": rng.choice((0.0, 0.7, 1.0)),
             "seed": rng.randrange(2**31), "ignore_eos": True, "return_token_ids": True, "stream": rng.random() < 0.8,
         }  # fmt: skip

@@ -15,21 +15,23 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from manta.cluster.discover import discover, what_is_missing
-from manta.cluster.placement import CannotPlace, demand, place
-from manta.cluster.spec import GangSpec
+from manta.cluster.discover import discover, what_pools_miss
+from manta.cluster.placement import CannotPlace, demand, place_pools
+from manta.cluster.spec import GangSpec, PoolSpec
 from manta.cluster.topology import Topology
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
+from manta.replicas.channel import KeyPair
 from manta.replicas.cluster_keys import cluster_keys
 from manta.replicas.deployment import Edge, EdgeSettings, EngineReplica
 from manta.replicas.edge.membership import ROUTER_CLASS
 from manta.replicas.edge.router import RouterLimits
 
 from .checks import locate_all
-from .config import DeployConfig, ServingConfig, load_config
+from .config import DeployConfig, Pool, ServingConfig, load_config, pools_of
 from .parallelism import resolve_parallel
 from .settings import Settings
+from .traffic_config import default_tenant, tenant_keys, tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,6 @@ RANK_CPUS = 0.5
 """Shares, not cores: a laptop with two cores must have room for an edge and an engine."""
 MAX_ONGOING = 1_000_000
 """Serve's own limit of calls a replica; ours are the edge's queue and the engine's."""
-ENGINE = "engine"
-"""Name of the engines' deployment in Serve."""
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -68,17 +68,51 @@ def build_app(config: DeployConfig) -> serve.Application:
     Nodes may join later: what has no room waits. Raises ConfigError when no split of the model is possible.
     """
     keys = cluster_keys()
-    planned = plan(config, _topology())
-    logger.info("%s", planned.reason)
-    engine_config, spec, serving = planned.engine, planned.spec, config.serving
-    asked = demand(spec)
+    planned, serving = plan(config, _topology()), config.serving
+    for pool in planned:
+        logger.info("%s: %s", pool.spec.name, pool.reason)
+    edge: Any = serve.deployment(
+        name="edge",
+        num_replicas=serving.num_edges,
+        ray_actor_options={"num_cpus": EDGE_CPUS},
+        max_ongoing_requests=MAX_ONGOING,
+        health_check_period_s=1.0,
+        graceful_shutdown_timeout_s=serving.edge_drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(Edge)
+    settings = EdgeSettings(
+        model=config.engine.model,
+        api_keys=serving.api_keys,
+        limits=RouterLimits(
+            max_queued_requests=serving.max_queued_requests,
+            max_wait_s=serving.replica_wait_s,
+            drain_grace_s=serving.drain_grace_s,
+            tenants=tuple(tenant_of(one) for one in serving.tenants),
+            num_edges=serving.num_edges,
+            routes_by_prefix=serving.routing.prefix,
+            max_index_blocks=serving.routing.max_index_blocks,
+            detour_from_tokens=serving.routing.detour_from_tokens,
+        ),
+        request_timeout_s=serving.request_timeout_s,
+        tenant_keys=tenant_keys(serving.tenants),
+        default_tenant=default_tenant(serving.tenants),
+        deadline_s=serving.deadline_s,
+        pools=tuple(pool.spec for pool in planned),
+    )
+    return edge.bind(settings, keys, *(_engines(pool, keys, serving) for pool in planned))
+
+
+def _engines(pool: PlannedPool, keys: KeyPair, serving: ServingConfig) -> Any:
+    """The bound deployment of a pool's replicas."""
+    spec = pool.spec
+    asked = demand(spec.gang)
     labels: dict[str, Any] = {}
     if asked.bundle_labels is not None:
         labels["placement_group_bundle_label_selector"] = list(asked.bundle_labels)
     router_class: Any = ROUTER_CLASS  # Ray declares the field narrower than it is
     engine: Any = serve.deployment(
-        name=ENGINE,
-        num_replicas=serving.num_replicas,
+        name=spec.name,
+        num_replicas=spec.num_replicas,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=list(asked.bundles),
         placement_group_strategy=asked.strategy,
@@ -90,80 +124,67 @@ def build_app(config: DeployConfig) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
         **labels,
     )(EngineReplica)
-    edge: Any = serve.deployment(
-        name="edge",
-        num_replicas=serving.num_edges,
-        ray_actor_options={"num_cpus": EDGE_CPUS},
-        max_ongoing_requests=MAX_ONGOING,
-        health_check_period_s=1.0,
-        graceful_shutdown_timeout_s=serving.edge_drain_timeout_s,
-        graceful_shutdown_wait_loop_s=0.1,
-    )(Edge)
-    settings = EdgeSettings(
-        model=engine_config.model,
-        api_keys=serving.api_keys,
-        limits=RouterLimits(
-            max_queued_requests=serving.max_queued_requests,
-            max_wait_s=serving.replica_wait_s,
-            drain_grace_s=serving.drain_grace_s,
-        ),
-        request_timeout_s=serving.request_timeout_s,
-        spec=spec,
-        num_replicas=serving.num_replicas,
-    )
-    return edge.bind(settings, keys, engine.bind(engine_config, keys, spec))
+    return engine.bind(pool.engine, keys, spec.gang, spec.role)
 
 
 @dataclass(frozen=True)
-class DeployPlan:
-    """A deployment with its split settled."""
+class PlannedPool:
+    """A pool with its split settled."""
 
     engine: EngineConfig
-    spec: GangSpec
-    """What each replica asks of the cluster."""
+    spec: PoolSpec
     reason: str
     """Why the model is split like that, as a sentence without its end."""
 
 
-def plan(config: DeployConfig, topology: Topology) -> DeployPlan:
-    """Settle how the model is split over ranks. Raises ConfigError when it cannot be."""
-    uses_gpus = _uses_gpus(config.engine, topology)
-    engine, reason = resolve_parallel(config.engine, topology, uses_gpus=uses_gpus, labels=config.serving.node_labels)
-    return DeployPlan(engine, gang_spec(engine, config.serving, uses_gpus=uses_gpus), reason)
+def plan(config: DeployConfig, topology: Topology) -> list[PlannedPool]:
+    """Settle how the model is split over ranks, in each pool. Raises ConfigError when it cannot be."""
+    planned = []
+    for pool in pools_of(config):
+        uses_gpus = _uses_gpus(pool.engine, topology)
+        engine, reason = resolve_parallel(pool.engine, topology, uses_gpus=uses_gpus, labels=pool.node_labels)
+        gang = gang_spec(pool, engine, uses_gpus=uses_gpus)
+        planned.append(PlannedPool(engine, PoolSpec(pool.name, gang, pool.num_replicas, pool.role), reason))
+    return planned
 
 
-def plan_here(config: DeployConfig) -> DeployPlan:
+def plan_here(config: DeployConfig) -> list[PlannedPool]:
     """The same on the Ray that is connected."""
     return plan(config, _topology())
 
 
-def gang_spec(engine: EngineConfig, serving: ServingConfig, *, uses_gpus: bool) -> GangSpec:
-    """What each replica asks of the cluster, once its split is settled. A simulated device is one process."""
+def gang_spec(pool: Pool, engine: EngineConfig, *, uses_gpus: bool) -> GangSpec:
+    """What each replica of a pool asks of the cluster; `engine` is the pool's with its split settled. A simulated
+    device is one process."""
     is_simulated = engine.device.startswith("sim")
     return GangSpec(
         tp_size=1 if is_simulated else int(engine.parallel.tensor_parallel_size),
         pp_size=1 if is_simulated else int(engine.parallel.pipeline_parallel_size),
-        gpus_per_rank=serving.gpus_per_rank if uses_gpus else 0.0,
+        gpus_per_rank=pool.gpus_per_rank if uses_gpus else 0.0,
         cpus_per_rank=RANK_CPUS,
         replica_cpus=REPLICA_CPUS,
-        labels=serving.node_labels,
+        labels=pool.node_labels,
     )
 
 
 def check_room(config: DeployConfig) -> None:
     """Raise ConfigError when the Ray that is connected has no room for all replicas; for one that will not grow."""
     topology = _topology()
-    if config.engine.device == "cuda" and not any(node.num_gpus for node in topology.nodes):
+    planned = plan(config, topology)
+    if any(pool.engine.device == "cuda" for pool in planned) and not any(node.num_gpus for node in topology.nodes):
         raise ConfigError("engine.device = 'cuda': Ray knows no GPU here; use device=cpu", field="engine.device")
-    result = place(topology, plan(config, topology).spec, num_replicas=config.serving.num_replicas)
+    result = place_pools(topology, [pool.spec for pool in planned])
     if isinstance(result, CannotPlace):
-        raise ConfigError(f"there is no room for this deployment: it {result.missing}", field="serving.num_replicas")
+        what, field = "this deployment", "serving.num_replicas"
+        if result.pool is not None:
+            what, field = f"pool {result.pool} beside the others", f"pools.{result.pool}.num_replicas"
+        raise ConfigError(f"there is no room for {what}: it {result.missing}", field=field)
 
 
 def room_question(config: DeployConfig, app_name: str) -> Callable[[], str | None]:
     """What asks the Ray that is connected why engine replicas wait for room; see `what_is_missing`."""
-    spec = plan_here(config).spec
-    return lambda: what_is_missing(spec, app_name, ENGINE)
+    pools = [pool.spec for pool in plan_here(config)]
+    return lambda: what_pools_miss(pools, app_name)
 
 
 def _read_keys(file: Path) -> list[str]:

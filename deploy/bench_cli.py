@@ -129,6 +129,123 @@ def schedule_command(
     policies.run(config, gpu=gpu, num_requests=num_requests, json_path=json, console=_console())
 
 
+@bench_app.command("handoff")
+def handoff_command(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="Of transfer, ttft, itl.")] = "transfer,ttft,itl",
+    prompt_lens: Annotated[str | None, typer.Option(metavar="N,N,...", help="Of transfer and ttft, tokens.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Of itl: seconds for which long prompts arrive.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Of transfer and ttft.")] = None,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Prefill in one engine, decode in another, on one device: what the hand-over costs, how decodes fare."""
+    config = engine_config(model, overrides)
+
+    from manta.bench import handoff
+
+    handoff.run(
+        config,
+        parts=_names(parts),
+        prompt_lens=_numbers("--prompt-lens", prompt_lens, int),
+        duration_s=duration,
+        repeats=repeats,
+        json_path=json,
+        console=_console(),
+    )
+
+
+@bench_app.command("routing")
+def routing_command(
+    trace: Annotated[str, typer.Option(metavar="FILE", help="A trace: a file or a name; `zipf` for a hot prefix.")],
+    replicas: Annotated[int, typer.Option(min=1)] = 8,
+    model: Model = "sim-h200",
+    gpu: Annotated[str, typer.Option(help="Whose step times are used; none is needed here.")] = "h200",
+    loads: Annotated[str, typer.Option(metavar="N,N,...", help="Shares of the fleet's capacity.")] = "0.7,0.95",
+    policies: Annotated[str | None, typer.Option(metavar="NAME,NAME,...", help="Default: all.")] = None,
+    num_requests: Annotated[int | None, typer.Option("--requests", min=100, help="The first so many.")] = None,
+    kv_room: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of KV of a replica; default: what the GPU's memory leaves.")
+    ] = None,
+    edges: Annotated[int, typer.Option(min=1, help="Edges, each with a router of its own.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Simulations at once.")] = 1,
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A result of the same load: its capacity a replica and its parameters."),
+    ] = None,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Compare routing policies on a simulated fleet: real scheduler and caches, a clock of its own."""
+    config = engine_config(model, overrides)
+
+    from manta.bench import routing
+
+    routing.run(
+        config,
+        trace=trace,
+        num_replicas=replicas,
+        gpu=gpu,
+        loads=_numbers("--loads", loads, float) or (),
+        policies=routing.POLICIES if policies is None else _names(policies),
+        num_requests=num_requests,
+        kv_room_tokens=kv_room,
+        num_edges=edges,
+        num_processes=processes,
+        like=like,
+        json_path=json,
+        console=_console(),
+    )
+
+
+@bench_app.command("pools")
+def pools_command(
+    trace: Annotated[str, typer.Option(metavar="FILE", help="A trace: a file or a name.")],
+    gpus: Annotated[int, typer.Option(min=2, help="One replica on each.")] = 8,
+    model: Model = "sim-h200",
+    gpu: Annotated[str, typer.Option(help="Whose step times are used; none is needed here.")] = "h200",
+    shares: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Rates, as shares of what one pool completes.")
+    ] = "0.25,0.5,0.75,1.0",
+    slo: Annotated[str, typer.Option(metavar="TTFT:TPOT,...", help="Pairs of limits, seconds.")] = "0.5:0.015,0.5:0.05",
+    link: Annotated[float, typer.Option(help="GB/s of KV out of a replica, and into one.")] = 50.0,
+    num_requests: Annotated[int | None, typer.Option("--requests", min=100, help="The first so many.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Simulations at once.")] = 1,
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Compare one pool with prefill and decode pools at equal GPUs, on a simulated fleet."""
+    config = engine_config(model, overrides)
+
+    from manta.bench import pools
+
+    pools.run(
+        config,
+        trace=trace,
+        num_gpus=gpus,
+        gpu=gpu,
+        shares=_numbers("--shares", shares, float) or (),
+        slos=pools.Slo.parse(slo),
+        link_gb_s=link,
+        num_requests=num_requests,
+        num_processes=processes,
+        json_path=json,
+        console=_console(),
+    )
+
+
+@bench_app.command("routing-cost")
+def routing_cost_command(
+    num_replicas: Annotated[int, typer.Option("--replicas", min=4, help="Among which is decided.")] = 64,
+    repeats: Annotated[int, typer.Option(min=20, help="Decisions of each kind; of long prompts a tenth.")] = 300,
+    json: Json = None,
+) -> None:
+    """Measure what a routing decision costs an edge, and the memory of its prefix index. Needs no GPU."""
+    from manta.bench import routing_cost
+
+    routing_cost.run(num_replicas=num_replicas, repeats=repeats, json_path=json, console=_console())
+
+
 @bench_app.command("step-plan")
 def step_plan_command(
     tp: Annotated[int, typer.Option("--tp", help="Ranks, each a process of this machine.")] = 2,
@@ -281,6 +398,47 @@ def overhead_command(
         json_path=json,
         console=_console(),
     )
+
+
+@bench_app.command("routing-live")
+def routing_live_command(
+    replicas: Annotated[int, typer.Option(min=1)] = 4,
+    edges: Annotated[int, typer.Option(min=1)] = 2,
+    num_requests: Annotated[int, typer.Option("--requests", min=50, help="That share prefixes.")] = 400,
+    rate: Annotated[float, typer.Option(help="Of them a second.")] = 12.0,
+    json: Json = None,
+) -> None:
+    """Prefix hits over HTTP beside the simulator's for the same load, and what routing adds to the first token."""
+    from manta.bench import routing_live
+
+    routing_live.run(
+        served=routing_live.Served(num_replicas=replicas, num_edges=edges),
+        load=routing_live.PrefixLoad(num_requests=num_requests, rate_per_s=rate),
+        json_path=json,
+        console=_console(),
+    )
+
+
+@bench_app.command("overload")
+def overload_command(
+    loads: Annotated[str, typer.Option(metavar="N,N,...", help="Shares of the capacity.")] = "0.5,0.8,1.0,1.5,3.0",
+    duration: Annotated[float, typer.Option(help="Seconds of each load.")] = 20.0,
+    deadline: Annotated[float, typer.Option(help="Seconds to the first token.")] = 1.5,
+    replicas: Annotated[int, typer.Option(min=1)] = 4,
+    edges: Annotated[int, typer.Option(min=1)] = 2,
+    json: Json = None,
+) -> None:
+    """Goodput around and far beyond the capacity of simulated replicas, and how quickly the rest is refused."""
+    from manta.bench import overload
+
+    sizes = overload.Sizes(
+        num_replicas=replicas,
+        num_edges=edges,
+        deadline_s=deadline,
+        loads=tuple(_numbers("--loads", loads, float) or ()),
+        duration_s=duration,
+    )
+    overload.run(sizes=sizes, json_path=json, console=_console())
 
 
 def profile_command(

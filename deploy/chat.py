@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -48,6 +49,21 @@ class ServerClient:
             response = client.get("/cluster")
         if response.status_code == 404:
             return None
+        if response.status_code != 200:
+            raise ServerError(_error_sentence(response))
+        return response.json()
+
+    def set_role(self, replica_id: str, role: str) -> None:
+        """Ask for another role of a replica. Raises ServerError with what the server says against it."""
+        with self._client() as client, self._plain_errors():
+            response = client.post("/cluster/role", json={"replica": replica_id, "role": role})
+        if response.status_code != 202:
+            raise ServerError(_error_sentence(response))
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Body of /explain. Raises ServerError for a request that no edge remembers."""
+        with self._client() as client, self._plain_errors():
+            response = client.get(f"/explain/{quote(request_id, safe='')}")
         if response.status_code != 200:
             raise ServerError(_error_sentence(response))
         return response.json()

@@ -147,6 +147,57 @@ def status_command(
     return 0 if status.is_ready else FAILURE
 
 
+@app.command("role")
+def role_command(
+    replica: Annotated[str, typer.Argument(help="Id of a replica, as `manta status` shows it.")],
+    role: Annotated[str, typer.Argument(help="prefill, decode or mixed.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it has the role; 0: do not.")] = 120.0,
+) -> int:
+    """Give a replica another role. It drains first: what it is working on ends or moves, and nothing is loaded anew."""
+    import time
+
+    from .chat import ServerError
+
+    client = _client(url, api_key)
+    client.set_role(replica, role)
+    print(f"replica {replica} drains, then it will be {role}", flush=True)
+    until_s = time.monotonic() + wait_s
+    while wait_s:
+        (found,) = [one for one in client.ready()[1].get("replicas", []) if one["replica_id"] == replica] or [None]
+        if found is None:
+            raise ServerError(f"replica {replica} has left; a replacement begins with its pool's role")
+        if found["ready"] and found["role"] == role:
+            print(f"replica {replica} is {role}")
+            break
+        if time.monotonic() > until_s:
+            raise ServerError(f"replica {replica} still works on what it had, after {wait_s:g} s; it goes on draining")
+        time.sleep(0.1)
+    return 0
+
+
+@app.command("explain")
+def explain_command(
+    request_id: Annotated[str, typer.Argument(help="Id of a response (cmpl-...), or of one of its choices.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Show how a request was routed: every candidate with its cost in seconds, and what came of the choice."""
+    from .explain_view import print_explanation
+
+    found = _client(url, api_key).explain(request_id)
+    if json:
+        import json as json_library
+
+        print(json_library.dumps(found, indent=2))
+    else:
+        from rich.console import Console
+
+        print_explanation(Console(soft_wrap=True), found)
+
+
 @app.command("logs")
 def logs_command(
     replica: Annotated[str | None, typer.Argument(help="Id of a replica or its beginning; none: list them.")] = None,

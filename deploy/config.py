@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, field_validator
 
-from manta.engine.config import EngineConfig, Section, resolve_name, with_overrides
+from manta.cluster.hardware import GPU_LABEL
+from manta.cluster.routing.roles import Role
+from manta.engine.config import EngineConfig, Section, known_fields, resolve_name, with_overrides
 from manta.engine.errors import ConfigError
+
+from .traffic_config import RoutingConfig, TenantConfig, check_tenants
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 """YAML files that come with the package; each is also a name, as in `manta serve sim-h200`."""
+
+ENGINE = "engine"
+"""Name in Serve of the one deployment of engines where there are no pools."""
 
 _PATH_FIELDS = ("model", "tokenizer", "chat_template")
 
@@ -48,6 +56,16 @@ class ServingConfig(Section):
     )
     max_queued_requests: int = Field(default=256, ge=0, description="requests that may wait in one edge; more get 429")
     request_timeout_s: float | None = Field(default=None, gt=0, description="a request that takes longer is ended")
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="a request whose first token cannot come in so many seconds gets 429 at once; requests and tenants "
+        "may have their own",
+    )
+    tenants: tuple[TenantConfig, ...] = Field(
+        default=(), description="who holds which API key, with weights, limits, priorities and deadlines"
+    )
+    routing: RoutingConfig = RoutingConfig()
     startup_timeout_s: float = Field(
         default=1800.0, gt=0, description="`manta serve` gives up when nothing is ready by then"
     )
@@ -77,12 +95,128 @@ class ServingConfig(Section):
             raise ValueError("an API key must not be empty")
         return value
 
+    @field_validator("tenants")
+    @classmethod
+    def tenants_told_apart(cls, value: tuple[TenantConfig, ...]) -> tuple[TenantConfig, ...]:
+        check_tenants(value)
+        return value
+
+
+class PoolConfig(Section):
+    """One pool of replicas; what it leaves open is as in `engine` and `serving`."""
+
+    full_names_only = True
+
+    num_replicas: int = Field(default=1, ge=1, description="replicas of the pool")
+    tensor_parallel_size: int | Literal["auto"] | None = Field(
+        default=None, description="of each replica of the pool; default: engine.parallel's"
+    )
+    pipeline_parallel_size: int | Literal["auto"] | None = Field(
+        default=None, description="of each replica of the pool; default: engine.parallel's"
+    )
+    gpu: str | None = Field(default=None, min_length=1, description="type of GPU by node label, as NVIDIA-H200")
+    gpus_per_rank: float | None = Field(default=None, gt=0, le=1, description="default: serving.gpus_per_rank")
+    node_labels: dict[str, str] | None = Field(
+        default=None, description="nodes of the pool, in Ray's notation; default: serving.node_labels"
+    )
+    engine: dict[str, Any] = Field(
+        default={}, description="the pool's own fields of `engine`, as max_num_batched_tokens: 16384"
+    )
+
+
+class PoolsConfig(Section):
+    """Separate replicas for prompts and for answers; without them every replica does both (colocated)."""
+
+    prefill: PoolConfig | None = None
+    decode: PoolConfig | None = None
+
 
 class DeployConfig(Section):
     """All that `manta serve` needs."""
 
     engine: EngineConfig = EngineConfig()
     serving: ServingConfig = ServingConfig()
+    pools: PoolsConfig = PoolsConfig()
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Replicas of one kind, with all that was left open filled in."""
+
+    name: str
+    """Of its deployment in Serve."""
+    role: Role
+    engine: EngineConfig
+    num_replicas: int
+    gpus_per_rank: float
+    node_labels: Mapping[str, str]
+
+
+def pools_of(config: DeployConfig) -> tuple[Pool, ...]:
+    """The one pool of a colocated deployment, or prefill and decode.
+
+    Raises ConfigError when one is there without the other, or KV could not go from one to the other.
+    """
+    serving, prefill, decode = config.serving, config.pools.prefill, config.pools.decode
+    if prefill is None and decode is None:
+        return (
+            Pool(ENGINE, Role.MIXED, config.engine, serving.num_replicas, serving.gpus_per_rank, serving.node_labels),
+        )
+    if prefill is None or decode is None:
+        given, missing = ("decode", "prefill") if prefill is None else ("prefill", "decode")
+        raise ConfigError(
+            f"pools.{given} is there without pools.{missing}: give both, or neither for replicas that do both",
+            field=f"pools.{missing}",
+        )
+    if serving.num_replicas != 1:
+        raise ConfigError(
+            f"serving.num_replicas = {serving.num_replicas}: with pools, replicas are counted by "
+            "pools.prefill.num_replicas and pools.decode.num_replicas",
+            field="serving.num_replicas",
+        )
+    pools = _pool(config, "prefill", Role.PREFILL, prefill), _pool(config, "decode", Role.DECODE, decode)
+    _check_alike(*pools)
+    return pools
+
+
+def _pool(config: DeployConfig, name: str, role: Role, pool: PoolConfig) -> Pool:
+    own = {"cache.kv_transfer": True, **pool.engine}
+    sizes = {"tensor_parallel_size": pool.tensor_parallel_size, "pipeline_parallel_size": pool.pipeline_parallel_size}
+    own |= {f"parallel.{size}": value for size, value in sizes.items() if value is not None}
+    try:
+        engine = with_overrides(config.engine, own)
+    except ConfigError as error:
+        raise ConfigError(f"pools.{name}.engine: {error}", field=f"pools.{name}.engine") from None
+    labels = dict(config.serving.node_labels if pool.node_labels is None else pool.node_labels)
+    if pool.gpu is not None:
+        labels[GPU_LABEL] = pool.gpu
+    gpus_per_rank = config.serving.gpus_per_rank if pool.gpus_per_rank is None else pool.gpus_per_rank
+    return Pool(name, role, engine, pool.num_replicas, gpus_per_rank, labels)
+
+
+def _check_alike(prefill: Pool, decode: Pool) -> None:
+    """What both sides of a hand-over must have in common, as far as the configuration alone says it; engines of the
+    same kind of device that leave it open choose the same."""
+    one, other = prefill.engine, decode.engine
+    if one.model != other.model:
+        differ = [
+            name for name in type(one.model).model_fields if getattr(one.model, name) != getattr(other.model, name)
+        ]
+        name = differ[0]
+        raise ConfigError(
+            f"model.{name} is {getattr(one.model, name)!r} in pools.prefill and {getattr(other.model, name)!r} in "
+            "pools.decode: both pools serve the same model; set it in `engine`",
+            field=f"pools.prefill.engine.model.{name}",
+        )
+    kinds = [engine.device.partition(":")[0] for engine in (one, other)]
+    sizes = [engine.cache.block_size for engine in (one, other)]
+    if sizes[0] != sizes[1] or (sizes[0] is None and kinds[0] != kinds[1]):
+        shown = [f"{size or 'left open'} (on {kind})" for size, kind in zip(sizes, kinds, strict=True)]
+        raise ConfigError(
+            f"cache.block_size is {shown[0]} in pools.prefill and {shown[1]} in pools.decode: KV is handed over in "
+            "blocks of one size; set block_size in `engine`",
+            field="pools.prefill.engine.cache.block_size",
+        )
 
 
 def load_config(
@@ -100,11 +234,13 @@ def load_config(
     if target is not None:
         file = config_file(target)
         config = (
-            with_overrides(config, _flat(read_yaml(file), ()))
+            with_overrides(config, _flat(read_yaml(file), (), dict(known_fields(DeployConfig))))
             if file is not None
             else with_overrides(config, {"engine.model.model": target})
         )
-    return with_overrides(config, dict(overrides or {}))
+    config = with_overrides(config, dict(overrides or {}))
+    pools_of(config)
+    return config
 
 
 def load_engine_config(model: str | None, overrides: Mapping[str, Any] | None = None) -> EngineConfig:
@@ -187,15 +323,17 @@ def _with_absolute_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     return result
 
 
-def _flat(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Nested mappings as dotted names, so that a file replaces single fields and every unknown name is reported."""
+def _flat(tree: Mapping[str, Any], path: tuple[str, ...], fields: Mapping[str, bool]) -> dict[str, Any]:
+    """Nested mappings as dotted names, so that a file replaces single fields and every unknown name is reported.
+
+    `fields` tells sections from fields, whose value may be a mapping itself.
+    """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        here = (*path, str(name))
-        if isinstance(value, Mapping) and value:
-            flat.update(_flat(value, here))
-        elif isinstance(value, Mapping) or (value is None and len(here) == 1):
-            continue  # an empty section
-        else:
-            flat[".".join(here)] = value
+        here = ".".join((*path, str(name)))
+        is_section = fields.get(here, isinstance(value, Mapping))
+        if isinstance(value, Mapping) and value and is_section:
+            flat.update(_flat(value, (*path, str(name)), fields))
+        else:  # an empty section may be one that is absent otherwise
+            flat[here] = {} if is_section and value is None else value
     return flat

@@ -22,6 +22,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from manta.engine.config import EngineConfig
 from manta.engine.errors import EngineFailed, MantaError, Unavailable
 
 from . import ray_local, settings
@@ -33,7 +34,7 @@ from .checks import (
     raise_file_limit,
     running_rays,
 )
-from .config import DeployConfig
+from .config import DeployConfig, pools_of
 from .progress import Progress
 from .ray_local import LocalRay
 from .ray_node import own_labels
@@ -122,7 +123,8 @@ def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals
             "other alone; to join it instead: --set serving.ray_address=auto",
             highlight=False,
         )
-    num_cpus = (os.cpu_count() or 1) + 2 * (config.serving.num_replicas * num_ranks(config) + config.serving.num_edges)
+    num_ranks = sum(pool.num_replicas * num_ranks_of(pool.engine) for pool in pools_of(config))
+    num_cpus = (os.cpu_count() or 1) + 2 * (num_ranks + config.serving.num_edges)
     local = LocalRay(num_cpus=num_cpus, use_haproxy=use_haproxy, labels=own_labels())
     try:
         with Progress(console) as progress:
@@ -179,8 +181,9 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
 
     from .app import build_app, check_room, plan_here, room_question
 
-    if not config.engine.parallel.is_settled:
-        progress.say(plan_here(config).reason)
+    if not all(pool.engine.parallel.is_settled for pool in pools_of(config)):
+        for pool in plan_here(config):
+            progress.say(f"{pool.spec.name}: {pool.reason}")
     if config.serving.ray_address is None:
         check_room(config)
     ray_local.quiet()
@@ -219,9 +222,9 @@ def _check_address(config: DeployConfig) -> None:
         )
 
 
-def num_ranks(config: DeployConfig) -> int:
+def num_ranks_of(engine: EngineConfig) -> int:
     """Processes of one engine, as far as the configuration alone says."""
-    parallel = config.engine.parallel
+    parallel = engine.parallel
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     return math.prod(size for size in sizes if isinstance(size, int))
 

@@ -50,6 +50,10 @@ def print_status(console: Console, status: ServerStatus) -> None:
         console.print(f"  model {name}", highlight=False, markup=False)
     if status.missing:
         console.print(f"A replica waits for room: it {status.missing}.", style="yellow", markup=False, highlight=False)
+    roles = status.ready.get("roles", {})
+    if len(roles) > 1:
+        counts = ", ".join(f"{count} {role}" for role, count in roles.items())
+        console.print(f"  ready: {counts}", highlight=False, markup=False)
     replicas = status.ready.get("replicas", [])
     if replicas:
         console.print(replica_table(replicas))
@@ -60,12 +64,13 @@ def print_status(console: Console, status: ServerStatus) -> None:
 
 def replica_table(replicas: list[dict[str, Any]]) -> Table:
     """Queue and cache of each replica."""
-    table = _table("replicas", "replica", "state", "running", "waiting", "cache", "steps", "heard")
+    table = _table("replicas", "replica", "role", "state", "running", "waiting", "cache", "steps", "heard")
     for replica in replicas:
         state = "draining" if replica.get("draining") else "ready" if replica.get("ready") else "not ready"
         age_s = replica.get("last_frame_age_s")
         table.add_row(
             replica["replica_id"],
+            replica.get("role") or "",
             state,
             _number(replica.get("num_running")),
             _number(replica.get("num_waiting")),
@@ -78,15 +83,16 @@ def replica_table(replicas: list[dict[str, Any]]) -> Table:
 
 def rank_table(gangs: list[dict[str, Any]]) -> Table:
     """Every rank of every replica, with the phases of its start-up."""
-    table = _table("ranks", "replica", "rank", "state", "node", "process", "GPU", "start-up")
+    table = _table("ranks", "pool", "replica", "rank", "state", "node", "process", "GPU", "start-up")
     for gang in gangs:
         if gang["state"] != "placed":
-            table.add_row(gang["replica_id"], "", "waiting for room", "", "", "", "")
+            table.add_row(gang["pool"], gang["replica_id"], "", "waiting for room", "", "", "", "")
             continue
         for rank in gang["ranks"]:
             phases = rank["phases_s"]
             started = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items() if seconds >= 0.05)
             table.add_row(
+                gang["pool"],
                 gang["replica_id"],
                 str(rank["rank"]),
                 rank["state"],

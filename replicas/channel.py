@@ -8,6 +8,8 @@ frozen: within 2 s), the age of the last frame or beat, and a beat that says tha
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 import zmq
 
@@ -44,8 +46,26 @@ class KeyPair(msgspec.Struct, frozen=True):
         """A random pair."""
         return cls(*zmq.curve_keypair())
 
+    @property
+    def for_engines(self) -> EngineKeys:
+        """What engines get of the cluster's client keys. The hash key says nothing about the secret."""
+        digest = hashlib.blake2b(self.secret, digest_size=32, person=b"manta-blocks").digest()
+        return EngineKeys(client=self.public, block_hashes=digest)
+
     def __repr__(self) -> str:
         return f"KeyPair({self.public.decode()})"
+
+
+class EngineKeys(msgspec.Struct, frozen=True):
+    """The cluster's keys as engines need them."""
+
+    client: bytes
+    """Public key of the only clients that are let in."""
+    block_hashes: bytes
+    """Key of the hashes of token blocks; edges hash with the same."""
+
+    def __repr__(self) -> str:
+        return f"EngineKeys({self.client.decode()})"
 
 
 class Address(msgspec.Struct, frozen=True):

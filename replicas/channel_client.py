@@ -14,12 +14,28 @@ from typing import cast
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from manta.cluster.routing.roles import Role
 from manta.engine.request import EngineRequest, Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 
 from .channel import Address, ChannelLost, KeyPair, ReplicaLeaves, decode_down, encode, set_common_options
 from .heartbeat import SILENCE_S, decode_beat
-from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Up, Welcome
+from .protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Demand,
+    Drain,
+    Expect,
+    Frame,
+    Hello,
+    Rejected,
+    Release,
+    Resync,
+    SetRole,
+    Submit,
+    Up,
+    Welcome,
+)
 from .step_histogram import StepHistogram
 
 MAX_UNSENT_MESSAGES = 65536
@@ -92,18 +108,23 @@ class ChannelClient:
         edge_id: str,
         keys: KeyPair,
         is_watcher: bool = False,
+        wants_cache_events: bool = False,
         version: int = PROTOCOL_VERSION,
         silence_s: float = SILENCE_S,
         on_frame: Callable[[Frame], None] = lambda frame: None,
     ) -> None:
         """`keys` are the cluster's client keys. `silence_s`: the process is lost when nothing came for so long."""
-        self._hello = Hello(edge_id=edge_id, version=version, is_watcher=is_watcher)
+        self._hello = Hello(
+            edge_id=edge_id, version=version, is_watcher=is_watcher, wants_cache_events=wants_cache_events
+        )
         self._silence_s = silence_s
         self._server_key, self._keys = address.server_key, keys
         self._on_frame = on_frame
         self._streams: dict[str, ReplyStream] = {}
         self._info: EngineInfo | None = None
         self.snapshot = Snapshot()
+        self.role = Role.MIXED
+        """What the replica said last that it is for."""
         self.step_times = StepHistogram()
         self.is_draining = self._has_left = False
         self.num_frames = 0
@@ -182,6 +203,31 @@ class ChannelClient:
         if self.lost is None:
             self._send(Drain(is_over=True))
 
+    def expect(self, ticket: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+        """Tell the engine that the KV of this prompt will come under the ticket, which must be taken or released."""
+        if self.lost is None:
+            self._send(Expect(ticket=ticket, prompt_token_ids=prompt_token_ids, cache_salt=cache_salt))
+
+    def release(self, ticket: str) -> None:
+        """Tell the engine that nobody will take what comes under the ticket."""
+        if self.lost is None:
+            self._send(Release(ticket=ticket))
+
+    def set_role(self, role: Role) -> None:
+        """Ask the engine to drain and then to be for something else; its frames say when it is."""
+        if self.lost is None:
+            self._send(SetRole(role=role))
+
+    def resync(self) -> None:
+        """Ask for all that the engine's cache holds; its next report of cache events begins a complete list."""
+        if self.lost is None:
+            self._send(Resync())
+
+    def tell_demand(self, tokens_per_s: dict[str, float]) -> None:
+        """Have the other edges told what this one's tenants ask of it; theirs comes back in frames."""
+        if self.lost is None:
+            self._send(Demand(tokens_per_s=tokens_per_s))
+
     def move_streams(self, num_streams: int) -> int:
         """End so many streams' stay here (ReplicaLeaves), the oldest first. Returns how many there were."""
         num_left = 0
@@ -219,7 +265,7 @@ class ChannelClient:
         if isinstance(message, Frame):
             self._take_frame(message)
         elif isinstance(message, Welcome):
-            self._info, self.snapshot = message.info, message.snapshot
+            self._info, self.snapshot, self.role = message.info, message.snapshot, message.role
             self._listen_to_beats(message.beat_url)
             self._check_age()
             if not self._welcomed.done():
@@ -231,6 +277,7 @@ class ChannelClient:
     def _take_frame(self, frame: Frame) -> None:
         self.num_frames += 1
         self.is_draining = self._has_left or frame.draining
+        self.role = frame.role
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
         if frame.step_times is not None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 import zmq.auth.thread
 
+from manta.cluster.routing.roles import Role
+from manta.engine.kv_transfer.messages import TakeKv
 from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
+from manta.engine.step_costs import StepCosts
 
 from .channel import (
     FRAME_INTERVAL_S,
@@ -30,8 +32,24 @@ from .channel import (
     encode,
     set_common_options,
 )
+from .channel_events import CacheFeed
+from .connected_edge import ConnectedEdge
 from .heartbeat import Heartbeat
-from .protocol import PROTOCOL_VERSION, Cancel, Drain, Frame, Hello, Rejected, Submit, Welcome
+from .protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Demand,
+    Drain,
+    Expect,
+    Frame,
+    Hello,
+    Rejected,
+    Release,
+    Resync,
+    SetRole,
+    Submit,
+    Welcome,
+)
 from .step_histogram import StepHistogram
 
 logger = logging.getLogger(__name__)
@@ -41,30 +59,7 @@ TURN_BOUND_S = 10.0
 CPU_TURN_BOUND_S = 60.0
 """The same on a CPU, where one step may take many seconds."""
 
-Command = Submit | Cancel | Drain
-
-
-@dataclass(eq=False)
-class _Edge:
-    """One connection that said Hello, and what is to go into its next frame."""
-
-    identity: bytes
-    edge_id: str
-    is_watcher: bool
-    sent_at_s: float
-    step_times_at_s: float = 0.0
-    """When step times were last sent."""
-    num_frames: int = 0
-    stalled_since_s: float | None = None
-    request_ids: set[str] = field(default_factory=set)
-    deltas: list[RequestDelta] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
-    busy_edges: set[str] = field(default_factory=set)
-    """For a watcher: edges that had a request since its last frame. No news by themselves: heartbeats carry them."""
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.deltas or self.refusals)
+Command = Submit | Cancel | Drain | Expect | Release | SetRole
 
 
 class ChannelServer:
@@ -90,12 +85,15 @@ class ChannelServer:
         self._replica_id = replica_id
         self._info = info
         self._stall_s = stall_s
-        self._edges: dict[bytes, _Edge] = {}
-        self._owner: dict[str, _Edge] = {}
-        self._orphans: list[str] = []
+        self._edges: dict[bytes, ConnectedEdge] = {}
+        self._owner: dict[str, ConnectedEdge] = {}
+        self._orphans: list[Command] = []
+        """What edges that are gone would have to ask for."""
         self._snapshot = Snapshot()
         self._step_times: StepHistogram | None = None
+        self._step_costs: StepCosts | None = None
         self._is_draining = False
+        self._role = Role.MIXED
         self._context = zmq.Context()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -117,19 +115,29 @@ class ChannelServer:
         """Requests that an edge waits for."""
         return len(self._owner)
 
-    def receive(self, timeout_s: float) -> list[Command]:
-        """What edges ask for, waiting up to `timeout_s` (or until the next heartbeat is due) when there is nothing."""
+    @property
+    def needs_cached(self) -> bool:
+        """Whether an edge waits for a complete list of cached blocks."""
+        return any(edge.feed is not None and edge.feed.needs_list for edge in self._edges.values())
+
+    def receive(self, timeout_s: float, *, wake: Sequence[zmq.Socket[bytes] | int] = ()) -> list[Command]:
+        """What edges ask for, waiting up to `timeout_s` (or until the next heartbeat is due) when there is nothing.
+
+        `wake`: sockets and file descriptors that end the wait, too, when they are readable.
+        """
         wait_s = 0.0 if self._orphans else min(timeout_s, self._seconds_to_heartbeat())
         if wait_s > 0:
             self._heartbeat.end_turn()
-            has_command = self._socket.poll(int(wait_s * 1000) + 1)
+            poller = zmq.Poller()
+            for source in (self._socket, *wake):
+                poller.register(source, zmq.POLLIN)
+            has_something = poller.poll(int(wait_s * 1000) + 1)
             self._heartbeat.begin_turn()
-            if not has_command:
+            if not has_something:
                 return []
         else:
             self._heartbeat.begin_turn()
-        commands: list[Command] = [Cancel(request_id=request_id) for request_id in self._orphans]
-        self._orphans = []
+        commands, self._orphans = self._orphans, []
         while True:
             try:
                 identity, *payload = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -146,11 +154,16 @@ class ChannelServer:
         *,
         snapshot: Snapshot,
         step_times: StepHistogram | None = None,
+        step_costs: StepCosts | None = None,
         cache_events: CacheEvents | None = None,
+        cached: CacheEvents | None = None,
         to_all: bool = False,
     ) -> None:
-        """One frame to each edge that has news, or is due for a heartbeat; to every one with `to_all` or events."""
-        self._snapshot, self._step_times = snapshot, step_times
+        """One frame to each edge that has news or is due for a heartbeat or cache events; to every one with `to_all`.
+
+        `cache_events` are changes; `cached`, when it is needed, is everything after those changes.
+        """
+        self._snapshot, self._step_times, self._step_costs = snapshot, step_times, step_costs
         for delta in deltas:
             edge = self._owner.get(delta.request_id)
             if edge is not None:
@@ -162,15 +175,20 @@ class ChannelServer:
             if edge is not None:
                 edge.refusals.append(refusal)
                 self._end(refusal.request_id)
+        if cache_events is not None or cached is not None:
+            self._feed_edges(cache_events, cached)
         now_s = time.monotonic()
-        to_all = to_all or cache_events is not None
         for edge in list(self._edges.values()):
-            if to_all or edge.has_news or now_s - edge.sent_at_s >= FRAME_INTERVAL_S:
-                self._send_frame(edge, cache_events, now_s)
+            if to_all or edge.has_news or now_s >= edge.due_at_s:
+                self._send_frame(edge, now_s)
 
     def set_draining(self, is_draining: bool) -> None:
         """Say in every frame whether no new request is taken."""
         self._is_draining = is_draining
+
+    def set_role(self, role: Role) -> None:
+        """Say in every frame what the replica is for."""
+        self._role = role
 
     def close(self) -> None:
         """Close the ports; edges notice at once."""
@@ -210,6 +228,8 @@ class ChannelServer:
                 return None
             self._owner[request_id] = edge
             edge.request_ids.add(request_id)
+            if isinstance(message.request.handoff, TakeKv):
+                edge.tickets.discard(message.request.handoff.ticket)
             for other in self._edges.values():
                 if other.is_watcher:
                     other.busy_edges.add(edge.edge_id)
@@ -217,7 +237,28 @@ class ChannelServer:
             if self._owner.get(message.request_id) is not edge:
                 return None
             self._end(message.request_id)
+        elif isinstance(message, Expect):
+            edge.tickets.add(message.ticket)
+        elif isinstance(message, Release):
+            edge.tickets.discard(message.ticket)
+        elif isinstance(message, Resync):
+            if edge.feed is not None:
+                logger.info("edge %s asks for all cached blocks again", edge.edge_id)
+                edge.feed.restart()
+            return None
+        elif isinstance(message, Demand):
+            edge.demand = message.tokens_per_s
+            return None
         return message
+
+    def _feed_edges(self, changes: CacheEvents | None, cached: CacheEvents | None) -> None:
+        for edge in self._edges.values():
+            if edge.feed is None:
+                continue
+            if changes is not None:
+                edge.feed.add(changes)
+            if cached is not None and edge.feed.needs_list:
+                edge.feed.begin(cached.stored)
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -228,32 +269,37 @@ class ChannelServer:
             logger.error(message)
             self._send(identity, Rejected(message=message))
             return
-        answer = Welcome(replica_id=self._replica_id, info=self._info, snapshot=self._snapshot, beat_url=self._beat_url)
+        answer = Welcome(
+            replica_id=self._replica_id,
+            info=self._info,
+            snapshot=self._snapshot,
+            beat_url=self._beat_url,
+            role=self._role,
+        )
         # Counted before it can know that it is welcome.
-        self._edges[identity] = _Edge(identity, hello.edge_id, hello.is_watcher, time.monotonic())
+        feed = CacheFeed() if hello.wants_cache_events else None
+        self._edges[identity] = ConnectedEdge(identity, hello.edge_id, hello.is_watcher, time.monotonic(), feed)
         if self._send(identity, answer) is not None:
             del self._edges[identity]
 
-    def _send_frame(self, edge: _Edge, cache_events: CacheEvents | None, now_s: float) -> None:
-        with_step_times = now_s - edge.step_times_at_s >= FRAME_INTERVAL_S
+    def _send_frame(self, edge: ConnectedEdge, now_s: float) -> None:
+        with_step_times = edge.wants_step_times(now_s)
         frame = Frame(
             sequence=edge.num_frames,
             deltas=edge.deltas,
             refusals=edge.refusals,
             snapshot=self._snapshot,
             step_times=self._step_times if with_step_times else None,
-            cache_events=cache_events,
+            step_costs=self._step_costs if with_step_times else None,
+            cache_events=None if edge.feed is None else edge.feed.report(),
             draining=self._is_draining,
+            role=self._role,
+            demands=self._demands_of_others(edge) if with_step_times else None,
             busy_edges=list(edge.busy_edges),
         )
         problem = self._send(edge.identity, frame)
         if problem is None:
-            edge.num_frames += 1
-            edge.sent_at_s = now_s
-            if with_step_times:
-                edge.step_times_at_s = now_s
-            edge.stalled_since_s = None
-            edge.deltas, edge.refusals = [], []
+            edge.took(frame, now_s)
             if edge.is_watcher:
                 edge.busy_edges = {other.edge_id for other in self._edges.values() if other.request_ids}
         elif problem != zmq.EAGAIN:
@@ -263,6 +309,15 @@ class ChannelServer:
         elif now_s - edge.stalled_since_s > self._stall_s:
             self._drop(edge, f"took no frame for {self._stall_s:g} s")
 
+    def _demands_of_others(self, edge: ConnectedEdge) -> dict[str, dict[str, float]] | None:
+        if edge.demand is None:
+            return None
+        return {
+            other.edge_id: other.demand
+            for other in self._edges.values()
+            if other is not edge and other.demand is not None
+        }
+
     def _send(self, identity: bytes, message: Welcome | Rejected | Frame) -> int | None:
         """None when it is on its way, else the error number: EAGAIN for a full queue, others for a peer that left."""
         try:
@@ -271,12 +326,13 @@ class ChannelServer:
             return error.errno
         return None
 
-    def _drop(self, edge: _Edge, why: str) -> None:
+    def _drop(self, edge: ConnectedEdge, why: str) -> None:
         logger.info("edge %s %s; %d requests are cancelled", edge.edge_id, why, len(edge.request_ids))
         del self._edges[edge.identity]
         for request_id in list(edge.request_ids):
-            self._orphans.append(request_id)
+            self._orphans.append(Cancel(request_id=request_id))
             self._end(request_id)
+        self._orphans += [Release(ticket=ticket) for ticket in edge.tickets]
 
     def _end(self, request_id: str) -> None:
         self._owner.pop(request_id).request_ids.discard(request_id)
@@ -284,8 +340,7 @@ class ChannelServer:
     def _seconds_to_heartbeat(self) -> float:
         if not self._edges:
             return FRAME_INTERVAL_S
-        oldest_s = min(edge.sent_at_s for edge in self._edges.values())
-        return max(0.0, oldest_s + FRAME_INTERVAL_S - time.monotonic())
+        return max(0.0, min(edge.due_at_s for edge in self._edges.values()) - time.monotonic())
 
 
 class _OneKey:

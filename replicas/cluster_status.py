@@ -6,14 +6,15 @@ Any process that is connected to Ray can ask; ranks answer whether or not their 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayError
 
-from manta.cluster.discover import GangReservation, discover, reservations, what_is_missing
-from manta.cluster.spec import GangSpec
+from manta.cluster.discover import GangReservation, discover, reservations, what_pools_miss
+from manta.cluster.spec import PoolSpec
 from manta.cluster.topology import Node
 
 from .shard import NAMESPACE, Progress, rank_name
@@ -51,6 +52,8 @@ class GangStatus(msgspec.Struct, kw_only=True):
     """One replica's gang."""
 
     replica_id: str
+    pool: str
+    """Its deployment in Serve."""
     state: str
     """`placed`, or `waiting` for room."""
     nodes: list[str]
@@ -58,36 +61,51 @@ class GangStatus(msgspec.Struct, kw_only=True):
     ranks: list[RankStatus]
 
 
+class PoolStatus(msgspec.Struct, kw_only=True):
+    """Replicas that are alike."""
+
+    name: str
+    role: str
+    """That its replicas begin with."""
+    num_replicas: int
+    """How many there should be."""
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+
+
 class ClusterStatus(msgspec.Struct, kw_only=True):
     """All of it."""
 
     nodes: list[NodeStatus]
     gangs: list[GangStatus]
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
+    pools: list[PoolStatus]
     missing: str | None
     """What a gang lacks that waits for room."""
 
 
-async def cluster_status(app_name: str, deployment: str, spec: GangSpec) -> ClusterStatus:
+async def cluster_status(app_name: str, pools: Sequence[PoolSpec]) -> ClusterStatus:
     """Ask Ray and every rank; takes at most a few seconds however many do not answer."""
     topology, gangs, missing = await asyncio.to_thread(
-        lambda: (discover(), reservations(app_name, deployment), what_is_missing(spec, app_name, deployment))
+        lambda: (
+            discover(),
+            [(pool, gang) for pool in pools for gang in reservations(app_name, pool.name)],
+            what_pools_miss(pools, app_name),
+        )
     )
     addresses = {node.node_id: node.address for node in topology.nodes}
     return ClusterStatus(
         nodes=[_node_status(node) for node in topology.nodes],
-        gangs=list(await asyncio.gather(*(_gang_status(gang, spec.world_size, addresses) for gang in gangs))),
-        tensor_parallel_size=spec.tp_size,
-        pipeline_parallel_size=spec.pp_size,
+        gangs=list(await asyncio.gather(*(_gang_status(gang, pool, addresses) for pool, gang in gangs))),
+        pools=[_pool_status(pool) for pool in pools],
         missing=missing,
     )
 
 
-async def _gang_status(gang: GangReservation, world_size: int, addresses: dict[str, str]) -> GangStatus:
-    ranks = [await asyncio.to_thread(_actor, gang.replica_id, rank) for rank in range(world_size)]
+async def _gang_status(gang: GangReservation, pool: PoolSpec, addresses: dict[str, str]) -> GangStatus:
+    ranks = [await asyncio.to_thread(_actor, gang.replica_id, rank) for rank in range(pool.gang.world_size)]
     return GangStatus(
         replica_id=gang.replica_id,
+        pool=pool.name,
         state="placed" if gang.is_placed else "waiting",
         nodes=[addresses.get(node_id, node_id) for node_id in gang.node_ids],
         ranks=list(await asyncio.gather(*(_rank_status(rank, actor) for rank, actor in enumerate(ranks)))),
@@ -118,6 +136,16 @@ def _actor(replica_id: str, rank: int) -> Any | None:
         return ray.get_actor(rank_name(replica_id, rank), namespace=NAMESPACE)
     except ValueError:  # Ray's word for: there is none of that name
         return None
+
+
+def _pool_status(pool: PoolSpec) -> PoolStatus:
+    return PoolStatus(
+        name=pool.name,
+        role=pool.role,
+        num_replicas=pool.num_replicas,
+        tensor_parallel_size=pool.gang.tp_size,
+        pipeline_parallel_size=pool.gang.pp_size,
+    )
 
 
 def _node_status(node: Node) -> NodeStatus:

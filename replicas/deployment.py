@@ -1,4 +1,4 @@
-"""The two Serve deployments: an engine replica with its shards, and an edge that speaks HTTP. Knows Ray Serve."""
+"""What Serve deploys: an engine replica with its shards, and an edge that speaks HTTP. Knows Ray Serve."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 from ray.serve.handle import DeploymentHandle
 
-from manta.cluster.discover import what_is_missing
-from manta.cluster.spec import GangSpec
+from manta.cluster.discover import what_pools_miss
+from manta.cluster.routing.admission import Tenant
+from manta.cluster.routing.roles import Role
+from manta.cluster.spec import GangSpec, PoolSpec
 from manta.engine.config import EngineConfig, ModelConfig
 from manta.engine.model_source import resolve_model
 from manta.engine.stats import EngineInfo
@@ -25,8 +27,10 @@ from .channel import Address, KeyPair
 from .channel_client import ChannelClient
 from .cluster_status import cluster_status
 from .edge.app import create_app
-from .edge.client import EdgeContext
+from .edge.client import EdgeContext, TenantKey
 from .edge.membership import MEMBERSHIP, ServeDirectory
+from .edge.peers import Peers
+from .edge.roles import check_role_change
 from .edge.router import ChannelRouter, RouterLimits
 from .held_calls import HeldCalls
 from .metrics import EdgeMetrics
@@ -44,15 +48,16 @@ class EngineReplica:
     """One engine: owns its gang of ranks. Serve sees one `hold` call an edge that has streams here; requests and tokens
     travel over the channel."""
 
-    async def __init__(self, config: EngineConfig, keys: KeyPair, spec: GangSpec) -> None:  # type: ignore[misc]
+    async def __init__(self, config: EngineConfig, keys: KeyPair, spec: GangSpec, role: Role = Role.MIXED) -> None:  # type: ignore[misc]
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._held = HeldCalls()
         self._group = ShardGroup(
             replica_id,
             config,
-            keys.public,
+            keys.for_engines,
             spec=spec,
             placement_group=ray.util.get_current_placement_group(),
+            role=role,
         )
         try:
             self._address = await self._group.start()
@@ -108,9 +113,10 @@ class EdgeSettings:
     api_keys: tuple[str, ...]
     limits: RouterLimits
     request_timeout_s: float | None
-    spec: GangSpec
-    """Of every engine replica."""
-    num_replicas: int
+    tenant_keys: tuple[TenantKey, ...]
+    default_tenant: Tenant
+    deadline_s: float | None
+    pools: tuple[PoolSpec, ...]
     """Engine replicas that there should be."""
 
 
@@ -118,10 +124,13 @@ class EdgeSettings:
 class Edge:
     """One process that speaks HTTP: the OpenAI API over all engine replicas. Its methods are for `manta serve`."""
 
-    async def __init__(self, settings: EdgeSettings, keys: KeyPair, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: EdgeSettings, keys: KeyPair, *engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        """One handle a pool."""
         source = resolve_model(settings.model)
         tokenizer = Tokenizer.load(source, chat_template=settings.model.chat_template)
-        edge_id = serve.get_replica_context().replica_id.unique_id
+        replica = serve.get_replica_context()
+        edge_id, app_name = replica.replica_id.unique_id, replica.app_name
+        self._edge_id = edge_id
         metrics = EdgeMetrics(edge_id)
         self._router = ChannelRouter(
             ServeDirectory(engines, edge_id=edge_id),
@@ -138,24 +147,52 @@ class Edge:
             api_keys=settings.api_keys,
             observer=metrics,
             request_timeout_s=settings.request_timeout_s,
+            hash_key=keys.for_engines.block_hashes,
+            tenant_keys=settings.tenant_keys,
+            default_tenant=settings.default_tenant,
+            deadline_s=settings.deadline_s,
+            explain=self._explain,
             cluster_status=self._cluster_status,
+            roles=tuple(pool.role for pool in settings.pools),
+            set_role=self._set_role,
         )
+        self._peers = Peers(app_name, replica.deployment)
         self._room = RoomWatch(
-            lambda: what_is_missing(settings.spec, engines.app_name, engines.deployment_name),
-            is_needed=lambda: len(MEMBERSHIP.ids) < settings.num_replicas,
+            lambda: what_pools_miss(settings.pools, app_name),
+            is_needed=lambda: any(len(MEMBERSHIP.ids_of(one.name)) < one.num_replicas for one in settings.pools),
             tell=self._context.set_missing,
         )
-        self._engines = (engines.app_name, engines.deployment_name, settings.spec)
+        self._pools = (app_name, settings.pools)
         self._watching = asyncio.get_running_loop().create_task(self._room.run())
 
     async def _cluster_status(self) -> dict[str, Any]:
-        return msgspec.to_builtins(await cluster_status(*self._engines))
+        return msgspec.to_builtins(await cluster_status(*self._pools))
 
     def __serve_build_asgi_app__(self) -> Any:
         app = create_app(self._context)
         gc.collect()
         gc.freeze()  # what start-up made lives on; collections need not look at it again
         return app
+
+    async def set_role(self, replica_id: str, role: Role) -> None:
+        """Have a replica drain and take another role, without loading anything anew; its frames, and so `replicas` of
+        every edge, say when it has it. Raises InvalidRequest for one that is not there or cannot be spared."""
+        self._set_role(replica_id, role)
+
+    def _set_role(self, replica_id: str, role: Role) -> None:
+        check_role_change(self._router.replicas(), replica_id, role, wanted=self._context.roles)
+        self._router.set_role(replica_id, role)
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """How this edge routed a request; None when it does not know it."""
+        found = self._router.explain(request_id)
+        return None if found is None else {**found, "edge_id": self._edge_id}
+
+    async def _explain(self, request_id: str) -> dict[str, Any] | None:
+        own = await self.explain(request_id)
+        if own is not None:
+            return own
+        return next((answer for answer in await self._peers.ask("explain", request_id) if answer is not None), None)
 
     async def engine_info(self) -> EngineInfo | None:
         """Of a ready replica, for which it waits a little; None while all are loading."""

@@ -17,13 +17,14 @@ import msgspec
 import ray
 
 from manta.cluster.hardware import cpus_beside, find_gpus
+from manta.cluster.routing.roles import Role
 from manta.engine.config import EngineConfig
 from manta.engine.parallel.follower import Follower
 from manta.engine.parallel.member import GangMember, listen_for_store
 from manta.engine.startup import start_engine
 from manta.engine.stats import EngineInfo
 
-from .channel import Address
+from .channel import Address, EngineKeys
 from .channel_server import ChannelServer
 from .engine_loop import EngineLoop
 
@@ -71,11 +72,14 @@ class EngineShard:
     """A Ray actor. `locate` first on every rank, then `run`, which ends when it is stopped; the other methods answer
     meanwhile."""
 
-    def __init__(self, replica_id: str, rank: int, config: EngineConfig, client_key: bytes) -> None:
+    def __init__(
+        self, replica_id: str, rank: int, config: EngineConfig, keys: EngineKeys, role: Role = Role.MIXED
+    ) -> None:
         self._replica_id = replica_id
         self._rank = rank
         self._config = config
-        self._client_key = client_key
+        self._keys = keys
+        self._role = role
         self._phases_s: dict[str, float] = {}
         self._info: EngineInfo | None = None
         self._address: Address | None = None
@@ -108,15 +112,23 @@ class EngineShard:
             self._drive(member)
 
     def _drive(self, member: GangMember | None) -> None:
-        core = start_engine(self._config, self._report, member, store_socket=self._store, on_broken=self._exit)
+        core = start_engine(
+            self._config,
+            self._report,
+            member,
+            store_socket=self._store,
+            on_broken=self._exit,
+            hash_key=self._keys.block_hashes,
+            host=self._where.host,
+        )
         server = ChannelServer(
             self._replica_id,
             core.info,
-            client_key=self._client_key,
+            client_key=self._keys.client,
             host=self._where.host,
             step=core.step_clock.waiting,
         )
-        self._loop = EngineLoop(core, server)
+        self._loop = EngineLoop(core, server, role=self._role)
         self._info, self._address = core.info, server.address
         self._is_up.set()
         try:
@@ -149,7 +161,7 @@ class EngineShard:
             where=self._where,
             phases_s=dict(self._phases_s),
             is_up=self._is_up.is_set() if self._follower is None else self._follower.progress.is_ready,
-            info=self._info,
+            info=None if self._info is None else msgspec.structs.replace(self._info, kv=None),  # which holds a secret
             address=self._address,
             turn_age_s=0.0 if self._loop is None else time.monotonic() - self._loop.last_turn_at_s,
         )

@@ -15,13 +15,14 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from manta.cluster.routing.roles import Role
 from manta.cluster.spec import GangSpec
 from manta.engine.config import EngineConfig
 from manta.engine.errors import EngineFailed
 from manta.engine.parallel.member import GangMember, new_gang_id
 from manta.engine.parallel.place import RankPlace
 
-from .channel import Address
+from .channel import Address, EngineKeys
 from .shard import NAMESPACE, Progress, RankHost, rank_name, shard_actor_class
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,13 @@ class ShardGroup:
         self,
         replica_id: str,
         config: EngineConfig,
-        client_key: bytes,
+        keys: EngineKeys,
         *,
         spec: GangSpec,
         placement_group: PlacementGroup | None = None,
+        role: Role = Role.MIXED,
     ) -> None:
-        """Ranks go into the bundles of the placement group that `spec` gives them."""
+        """Ranks go into the bundles of the placement group that `spec` gives them. `role`: the engine's at first."""
         self._spec = spec
         actor_class = shard_actor_class()
         self._shards = []
@@ -62,7 +64,7 @@ class ShardGroup:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     placement_group=placement_group, placement_group_bundle_index=spec.bundle_of(rank)
                 )
-            self._shards.append(actor_class.options(**options).remote(replica_id, rank, config, client_key))
+            self._shards.append(actor_class.options(**options).remote(replica_id, rank, config, keys, role))
         self._runs: list[asyncio.Future[None]] = []
         self._collapse: asyncio.Task[None] | None = None
 

@@ -11,21 +11,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ("kernels", "engine", "cluster", "replicas", "bench", "deploy")
+LAYERS = ("kernels", "engine", "cluster", "replicas", "autoscaling", "bench", "deploy")
 
 MAY_IMPORT = {
     "kernels": set(),
     "engine": {"kernels"},
     "cluster": {"engine"},
     "replicas": {"cluster", "engine"},
-    "bench": {"kernels", "engine", "cluster", "replicas", "deploy"},
-    "deploy": {"kernels", "engine", "cluster", "replicas", "bench"},
+    "autoscaling": {"cluster", "engine"},
+    "bench": {"kernels", "engine", "cluster", "replicas", "autoscaling", "deploy"},
+    "deploy": {"kernels", "engine", "cluster", "replicas", "autoscaling", "bench"},
 }
 
 TORCH_FREE_ENGINE = {
     *("config", "request", "stats", "errors", "step_time", "plan", "model_shape", "block_pool", "prefix_cache"),
     *("scheduler", "core", "sim", "tokenizer", "detokenizer", "chat_template", "gguf_tokenizer", "model_source"),
-    *("gguf_file", "checkpoint_config", "token_spelling", "step_profile", "step_budget", "cuda_context"),
+    *("gguf_file", "checkpoint_config", "token_spelling", "step_profile", "step_budget", "step_costs", "cuda_context"),
 }
 
 ENVIRONMENT_READERS = {
@@ -38,6 +39,7 @@ FORBIDDEN_LIBRARIES = {
     "kernels": {"ray", "fastapi", "transformers", "pydantic"},
     "engine": {"ray", "fastapi", "uvicorn"},
     "cluster": {"torch"},
+    "autoscaling": {"torch", "transformers", "pydantic"},
 }
 
 
@@ -135,6 +137,13 @@ def test_cluster_s_routing_and_placement_are_pure() -> None:
             assert not heads & {"ray", "torch", "time", "random", "asyncio", "threading"}, relative(file)
 
 
+def test_the_simulator_has_no_clock_but_its_own() -> None:
+    for file in sources("autoscaling"):
+        if "simulator" in file.parts:
+            heads = {name.split(".")[0] for name in imported(file)}
+            assert not heads & {"ray", "time", "asyncio", "threading"}, relative(file)
+
+
 @pytest.mark.parametrize("name", ["block_pool", "prefix_cache", "scheduler"])
 def test_the_pure_core_knows_no_clock_and_no_chance(name: str) -> None:
     heads = {imported_name.split(".")[0] for imported_name in imported(ROOT / "engine" / f"{name}.py")}
@@ -179,6 +188,7 @@ def _touches_environment(file: Path) -> bool:
         "manta.deploy.serve",
         "manta.replicas.protocol",
         "manta.replicas.edge.app",
+        "manta.autoscaling.simulator.router",
     ],
 )
 def test_importing_it_leaves_torch_out(module: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("bench", "cluster", "deploy", "engine", "kernels", "replicas")
+FOLDERS = ("autoscaling", "bench", "cluster", "deploy", "engine", "kernels", "replicas")
 PACKAGED = ("*.py", "*.yaml", "*.json", "py.typed")
 
 
@@ -94,7 +94,7 @@ def test_an_installed_wheel_works_from_anywhere(built: Path, tmp_path: Path) -> 
 
 
 def test_no_module_is_loaded_under_two_names() -> None:
-    layers = ("engine", "replicas", "cluster", "deploy")
+    layers = ("engine", "replicas", "cluster", "autoscaling", "deploy")
     files = sorted(file for layer in layers for file in (ROOT / layer).rglob("*.py"))
     modules = [
         "manta." + str(file.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")

@@ -44,7 +44,9 @@ def create_app(context: EdgeContext) -> App:
             Route("/health", status.health, methods=["GET"]),
             Route("/ready", status.ready, methods=["GET"]),
             Route("/cluster", status.cluster, methods=["GET"]),
+            Route("/cluster/role", status.set_role, methods=["POST"]),
             Route("/metrics", status.metrics, methods=["GET"]),
+            Route("/explain/{request_id}", status.explain, methods=["GET"]),
             Route("/version", status.version, methods=["GET"]),
         ]
     )
@@ -53,7 +55,9 @@ def create_app(context: EdgeContext) -> App:
     app.add_middleware(ErrorBoundary)
     streams = {CHAT_PATH: ErrorBoundary(chat), COMPLETIONS_PATH: ErrorBoundary(completions)}
     routed = DirectPosts(streams, otherwise=app)
-    return RequireApiKey(routed, context.api_keys) if context.api_keys else routed
+    if not context.api_keys and not context.tenant_keys:
+        return routed
+    return RequireApiKey(routed, context.api_keys, context.tenant_keys)
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -31,12 +31,13 @@ def chat_job(context: EdgeContext, info: EngineInfo, fields: ChatFields, arrival
     )
     response_id = new_response_id("chatcmpl")
     return Job(
+        response_id=response_id,
         endpoint="chat.completions",
         form=ChatForm(context, fields, response_id),
         stream=fields.stream,
         include_usage=fields.include_usage,
         prompts=[prompt],
-        choices=make_choices(context, fields, params, [prompt], response_id),
+        choices=make_choices(context, info, fields, params, [prompt], response_id),
         arrival_s=arrival_s,
     )
 

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from manta.cluster.routing.admission import Tenant
+from manta.cluster.routing.roles import Role
 from manta.engine.errors import Unavailable
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
@@ -33,10 +35,41 @@ class ReplicaStatus:
     step_times: StepHistogram | None = None
     last_frame_age_s: float | None = None
     """Seconds since it was last heard of; None before the first frame."""
+    role: Role | None = Role.MIXED
+    """What it is for; while it drains for another role, the one from before. None while it is not connected."""
 
+
+DEFAULT_TENANT = "default"
+"""Everybody, and those without a tenant's key where there are tenants."""
 
 Take = Callable[[RequestDelta], bool]
 """Is given a delta; whether more is wanted."""
+
+
+@dataclass(frozen=True)
+class RequestTerms:
+    """What a request asks of the edge beside its tokens."""
+
+    tenant: str = DEFAULT_TENANT
+    """Whose API key it came with."""
+    deadline_s: float | None = None
+    """When its first token is of no use any more (time.monotonic()); it is refused when that cannot be met."""
+    session: str | None = None
+    """Requests of a session go to the same replica when that costs little."""
+
+
+@dataclass
+class RouteNote:
+    """Where one sequence went, filled in by the client as it becomes known. Times in seconds."""
+
+    replica_id: str | None = None
+    """Of the last replica, where it moved."""
+    prefill_replica_id: str | None = None
+    """Where its prompt was computed, if not there."""
+    estimated_s: float | None = None
+    """From the first decision to the first token, as estimated then; None where steps of unknown length are ahead."""
+    actual_s: float | None = None
+    """The same as it turned out."""
 
 
 class EngineClient(Protocol):
@@ -47,8 +80,10 @@ class EngineClient(Protocol):
         """Of a ready replica; None while all are loading. It stays known once it was."""
         ...
 
-    async def run(self, request: EngineRequest, take: Take) -> None:
-        """Run one sequence to its end. Nothing is repeated or lost when a replica dies.
+    async def run(
+        self, request: EngineRequest, take: Take, terms: RequestTerms = RequestTerms(), note: RouteNote | None = None
+    ) -> None:
+        """Run one sequence to its end, and write into `note` where. Nothing is repeated or lost when a replica dies.
 
         `take` is given each delta in order as it arrives, in the event loop but in no task: it must not block. The
         last delta has a finish reason; when `take` returns False before, the work is cancelled and this returns.
@@ -96,6 +131,18 @@ class RequestRecord:
     choices: tuple[ChoiceRecord, ...]
 
 
+@dataclass(frozen=True)
+class TenantKey:
+    """Who holds an API key."""
+
+    key: str = field(repr=False)
+    tenant: Tenant
+
+
+Explain = Callable[[str], Awaitable[dict[str, Any] | None]]
+"""Given a response's id, or that of one of its sequences: all decisions about it, as JSON; None when it is unknown."""
+
+
 class RequestObserver(Protocol):
     """Told about each request once, never about single tokens. Must not block or raise."""
 
@@ -135,9 +182,23 @@ class EdgeContext:
     """Most sequences (prompts times n) that one request may ask for."""
     drain_retry_after_s: float = 5.0
     """Told to clients that come while this edge drains."""
+    roles: tuple[Role, ...] = (Role.MIXED,)
+    """Those of which /ready wants a ready replica each."""
+    set_role: Callable[[str, Role], None] | None = None
+    """Asks a replica, by id, to drain and take a role. Raises InvalidRequest; None where roles are fixed."""
     cluster_status: Callable[[], Awaitable[dict[str, Any]]] | None = None
     """Nodes, and every replica's ranks, for GET /cluster; None where there is no cluster."""
     outbox: Outbox = field(default_factory=Outbox)
+    hash_key: bytes = b""
+    """The cluster's key of block hashes; engines that hash with another find cached prefixes by themselves."""
+    tenant_keys: tuple[TenantKey, ...] = ()
+    """Accepted beside `api_keys`."""
+    default_tenant: Tenant = field(default_factory=lambda: Tenant(name=DEFAULT_TENANT))
+    """Everybody else."""
+    deadline_s: float | None = None
+    """Longest wait for a first token, where neither request nor tenant says one."""
+    explain: Explain | None = None
+    """How requests were routed, for GET /explain; None where nobody knows."""
     _draining: bool = False
     _missing: str | None = None
     _open: set[OpenRequest] = field(default_factory=set)

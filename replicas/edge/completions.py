@@ -39,12 +39,13 @@ def completions_job(context: EdgeContext, info: EngineInfo, fields: CompletionFi
     )
     response_id = new_response_id("cmpl")
     return Job(
+        response_id=response_id,
         endpoint="completions",
         form=CompletionForm(context, fields, [text for text, _ in prompts], response_id),
         stream=fields.stream,
         include_usage=fields.include_usage,
         prompts=token_ids,
-        choices=make_choices(context, fields, params, token_ids, response_id),
+        choices=make_choices(context, info, fields, params, token_ids, response_id),
         arrival_s=arrival_s,
     )
 

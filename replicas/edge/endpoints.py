@@ -24,11 +24,12 @@ from .job import Job
 from .schema import ChatFields, CompletionFields, read_fields
 from .sse import DONE, EventStream, Send, send_error, send_json
 from .stream import Piece
+from .terms import route_headers, set_terms, wants_route
 
 logger = logging.getLogger(__name__)
 
 THREAD_BODY_BYTES = 64 * 1024
-"""Larger requests are parsed and tokenized beside the event loop, so that streams do not stall."""
+"""Larger requests are parsed, tokenized and hashed beside the event loop, so that streams do not stall."""
 
 
 class GenerationEndpoint:
@@ -51,11 +52,14 @@ class GenerationEndpoint:
         stream = EventStream(send, self._context.outbox, write_part=direct_writer(receive))
         job: Job | None = None
         error: Exception | None = None
+        shows_route = wants_route(scope)
         with self._context.open_request() as request:
             try:
                 body = await read_body(receive, max_bytes=self._context.max_body_bytes)
                 with _Interruptions(self._context, request, receive):
-                    job = await self._read(body, arrival_s)
+                    job = read = await self._read(body, scope, arrival_s)
+                    if shows_route:
+                        stream.headers = lambda: route_headers(read)
                     await self._run(job, stream, send)
             except asyncio.CancelledError:
                 if request.reason is None:  # not ours: the server itself ends this task
@@ -73,12 +77,12 @@ class GenerationEndpoint:
         finally:
             stream.close()
 
-    async def _read(self, body: bytes, arrival_s: float) -> Job:
+    async def _read(self, body: bytes, scope: MutableMapping[str, Any], arrival_s: float) -> Job:
         if len(body) > THREAD_BODY_BYTES:
-            return await asyncio.to_thread(self._parse, body, arrival_s)
-        return self._parse(body, arrival_s)
+            return await asyncio.to_thread(self._parse, body, scope, arrival_s)
+        return self._parse(body, scope, arrival_s)
 
-    def _parse(self, body: bytes, arrival_s: float) -> Job:
+    def _parse(self, body: bytes, scope: MutableMapping[str, Any], arrival_s: float) -> Job:
         context = self._context
         if context.is_draining:
             raise Unavailable("This server is stopping.", retry_after_s=context.drain_retry_after_s)
@@ -88,7 +92,9 @@ class GenerationEndpoint:
         info = context.client.info
         if info is None:
             raise Unavailable("The model is still loading.", retry_after_s=context.drain_retry_after_s)
-        return self._make_job(context, info, fields, arrival_s)
+        job = self._make_job(context, info, fields, arrival_s)
+        set_terms(context, scope, fields, job, arrival_s)
+        return job
 
     async def _run(self, job: Job, stream: EventStream, send: Send) -> None:
         client, form = self._context.client, job.form
@@ -103,7 +109,7 @@ class GenerationEndpoint:
                 collected[piece.choice.index].append(piece)
 
         await run_choices(client, job.choices, collect)
-        await send_json(send, form.body(job.choices, collected, job.usage()))
+        await send_json(send, form.body(job.choices, collected, job.usage()), headers=stream.headers())
 
     async def _conclude(self, job: Job | None, error: Exception | None, stream: EventStream, send: Send) -> None:
         """Tell observer, log and client how it ended."""
@@ -113,7 +119,7 @@ class GenerationEndpoint:
             logger.error("%s request %s failed", self._name, request_id, exc_info=error)
         self._observe(job, error, reply)
         if reply is not None:
-            await (stream.fail(reply) if stream.has_begun else send_error(send, reply))
+            await (stream.fail(reply) if stream.has_begun else send_error(send, reply, headers=stream.headers()))
 
     def _observe(self, job: Job | None, error: Exception | None, reply: ErrorReply | None) -> None:
         has_token = job is not None and any(choice.num_tokens for choice in job.choices)

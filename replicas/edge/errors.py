@@ -22,12 +22,20 @@ from manta.engine.errors import (
 )
 
 
+class NotAllowed(MantaError):
+    """The key is a good one, but not for this."""
+
+
 class RequestTooLarge(MantaError):
     """The body has more bytes than this server reads."""
 
 
 class RequestTimedOut(MantaError):
     """The request took longer than the server allows."""
+
+
+class UnknownRequest(MantaError):
+    """Nothing is remembered of a request by that id."""
 
 
 class ClientGone(Exception):
@@ -48,10 +56,15 @@ class ErrorReply:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    estimated_wait_s: float | None = None
+    """Of a refusal: how long the request would have waited for its first token."""
 
     @property
     def envelope(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        error: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        if self.estimated_wait_s is not None:
+            error["estimated_wait_s"] = round(self.estimated_wait_s, 3)
+        return {"error": error}
 
     @property
     def body(self) -> bytes:
@@ -68,11 +81,15 @@ def reply_for(error: Exception) -> ErrorReply:
             return ErrorReply(401, _text(error), "invalid_request_error", None, "invalid_api_key", header)
         case ModelNotFound():
             return ErrorReply(404, _text(error), "invalid_request_error", "model", "model_not_found")
+        case NotAllowed():
+            return ErrorReply(403, _text(error), "permission_error", None, "not_allowed")
+        case UnknownRequest():
+            return ErrorReply(404, _text(error), "invalid_request_error", "request_id", "request_not_found")
         case RequestTooLarge():
             return ErrorReply(413, _text(error), "invalid_request_error", None, "request_too_large")
         case Overloaded():
             retry = _retry_after(error.retry_after_s)
-            return ErrorReply(429, _text(error), "rate_limit_error", None, "overloaded", retry)
+            return ErrorReply(429, _text(error), "rate_limit_error", None, error.code, retry, error.estimated_wait_s)
         case Unavailable():
             retry = _retry_after(error.retry_after_s)
             return ErrorReply(503, _text(error), "service_unavailable_error", None, "unavailable", retry)

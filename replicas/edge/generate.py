@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from manta.engine.errors import EngineFailed, Overloaded
 from manta.engine.request import RequestDelta
 
 from .client import EngineClient
 from .stream import Choice, Piece
+
+MOST_PAUSE_S = 1.0
+"""Before a choice of a request that has begun tries again to find room."""
 
 Deliver = Callable[[Sequence[Piece]], None]
 """Shows pieces to the client. Must not block."""
@@ -37,7 +41,7 @@ async def _run_one(client: EngineClient, choice: Choice, deliver: Deliver) -> No
             deliver((piece,))
         return choice.finish_reason is None
 
-    await client.run(choice.request, take)
+    await client.run(choice.request, take, choice.terms, choice.note)
     if not choice.is_finished:
         raise EngineFailed("The engine ended the request before it was complete.")
 
@@ -55,10 +59,12 @@ async def _run_many(client: EngineClient, choices: Sequence[Choice], deliver: De
             try:
                 return await _run_one(client, choice, put)
             except Overloaded as error:
-                # The others run already: this one waits for room, as it would in a queue.
+                # The others run already: this one waits for room, as it would in a queue, and rather comes late than
+                # never.
                 if not has_begun:
                     return ready.put_nowait(error)
-                await asyncio.sleep(error.retry_after_s)
+                choice.terms = replace(choice.terms, deadline_s=None)
+                await asyncio.sleep(min(error.retry_after_s, MOST_PAUSE_S))
             except Exception as error:
                 return ready.put_nowait(error)
 

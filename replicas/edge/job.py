@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from manta.engine.errors import ContextLengthExceeded, InvalidRequest
+from manta.engine.prefix_cache import BlockHasher
 from manta.engine.request import EngineRequest, FinishReason, SamplingParams
 from manta.engine.stats import EngineInfo
 
@@ -37,6 +38,7 @@ class Form(Protocol):
 class Job:
     """All about one request that the endpoints share."""
 
+    response_id: str
     endpoint: str
     form: Form
     stream: bool
@@ -82,18 +84,23 @@ def new_response_id(prefix: str) -> str:
 
 def make_choices(
     context: EdgeContext,
+    info: EngineInfo,
     fields: GenerationFields,
     params: SamplingParams,
     prompts: Sequence[list[int]],
     response_id: str,
 ) -> list[Choice]:
-    """n choices for each prompt, prompt by prompt."""
+    """n choices for each prompt, prompt by prompt. The blocks of each prompt are hashed here, once."""
     if len(prompts) * params.n > context.max_sequences:
         raise InvalidRequest(
             f"{len(prompts)} prompts times n = {params.n} are more than {context.max_sequences} sequences.", param="n"
         )
     choices = []
     for prompt_index, prompt in enumerate(prompts):
+        block_hashes: list[bytes] = []
+        if info.hash_domain is not None:
+            hasher = BlockHasher(info.block_size, domain=info.hash_domain, key=context.hash_key)
+            hasher.extend(block_hashes, prompt, salt=fields.cache_salt)
         for own in params.for_choices():
             index = len(choices)
             request = EngineRequest(
@@ -102,6 +109,7 @@ def make_choices(
                 params=own,
                 priority=fields.priority,
                 cache_salt=fields.cache_salt,
+                block_hashes=block_hashes,
             )
             choices.append(
                 Choice(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ray.exceptions import RayError
@@ -23,10 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """The replica ids that Serve last told this process, and who wants to know."""
+    """The replica ids of each deployment that Serve last told this process, and who wants to know."""
 
     def __init__(self) -> None:
+        self._of_deployment: dict[str, frozenset[str]] = {}
         self._ids: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
         self._listener: Callable[[frozenset[str]], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -37,19 +40,31 @@ class Membership:
 
     @property
     def ids(self) -> frozenset[str]:
+        """Of all deployments."""
         return self._ids
 
-    def publish(self, ids: frozenset[str]) -> None:
-        """From any thread."""
-        if ids == self._ids:
-            return
-        self._ids = ids
-        if self._loop is not None and self._listener is not None:
-            self._loop.call_soon_threadsafe(self._listener, ids)
+    def ids_of(self, deployment: str) -> frozenset[str]:
+        """Of one."""
+        return self._of_deployment.get(deployment, frozenset())
+
+    def deployment_of(self, replica_id: str) -> str | None:
+        """Where the replica belongs; None for one that is no member."""
+        return next((name for name, ids in self._of_deployment.items() if replica_id in ids), None)
+
+    def publish(self, deployment: str, ids: frozenset[str]) -> None:
+        """All replicas that a deployment has now. From any thread."""
+        with self._lock:
+            if ids == self.ids_of(deployment):
+                return
+            self._of_deployment = {**self._of_deployment, deployment: ids}
+            self._ids = frozenset().union(*self._of_deployment.values())
+            if self._loop is not None and self._listener is not None:
+                self._loop.call_soon_threadsafe(self._listener, self._ids)
 
 
 MEMBERSHIP = Membership()
-"""Of this process. An edge process has one handle to the engines, and so one router that feeds it."""
+"""Of this process. An edge process has one handle to each deployment of engines, and so one router a deployment that
+feeds it."""
 
 ROUTER_CLASS = "manta.replicas.edge.membership.PinnedRouter"
 
@@ -62,7 +77,8 @@ class PinnedRouter(RequestRouter):
         # Serve pickles this class by value: the module's own globals are reached by importing it.
         import manta.replicas.edge.membership as module
 
-        module.MEMBERSHIP.publish(frozenset(replica.replica_id.unique_id for replica in replicas))
+        ids = frozenset(replica.replica_id.unique_id for replica in replicas)
+        module.MEMBERSHIP.publish(self._deployment_id.name, ids)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -83,15 +99,21 @@ class PinnedRouter(RequestRouter):
 class ServeDirectory:
     """Implements the router's Directory with pinned calls. No call is made to a replica that is not a member."""
 
-    def __init__(self, engines: DeploymentHandle[Any], *, edge_id: str) -> None:
+    def __init__(self, engines: Iterable[DeploymentHandle[Any]], *, edge_id: str) -> None:
+        """One handle a deployment."""
         self._edge_id = edge_id
-        self._locate = engines.options(method_name="get_address")
-        self._hold = engines.options(method_name="hold")
+        self._locate, self._hold = {}, {}
+        for handle in engines:
+            self._locate[handle.deployment_name] = handle.options(method_name="get_address")
+            self._hold[handle.deployment_name] = handle.options(method_name="hold")
         self._holds = Holds(self._call_hold, is_member=lambda replica_id: replica_id in MEMBERSHIP.ids)
 
     async def locate(self, replica_id: str) -> Address:
+        deployment = MEMBERSHIP.deployment_of(replica_id)
+        if deployment is None:
+            raise ChannelLost("the replica has left")
         try:
-            return await self._locate.remote(replica_id=replica_id)
+            return await self._locate[deployment].remote(replica_id=replica_id)
         except (RayError, RayServeException) as error:
             raise ChannelLost(f"the replica cannot be asked ({type(error).__name__})") from error
 
@@ -99,7 +121,10 @@ class ServeDirectory:
         return self._holds.hold(replica_id)
 
     async def _call_hold(self, replica_id: str) -> None:
-        response = self._hold.remote(self._edge_id, replica_id=replica_id)
+        deployment = MEMBERSHIP.deployment_of(replica_id)
+        if deployment is None:
+            return
+        response = self._hold[deployment].remote(self._edge_id, replica_id=replica_id)
         try:
             await response
         except (RayError, RayServeException) as error:  # never the trigger: the channel says what happened

@@ -6,12 +6,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from manta.cluster.routing.admission import Tenant
 from manta.engine.errors import AuthenticationFailed
 
 from .body import Receive
+from .client import TenantKey
 from .errors import ClientGone, reply_for
 from .sse import Send, send_error
 
@@ -24,26 +26,36 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class RequireApiKey:
-    """Refuses requests without a known bearer token. Comparing takes the same time for every wrong key."""
+TENANT = "manta.tenant"
+"""In the scope: the Tenant whose key the request has; absent for other keys."""
 
-    def __init__(self, app: App, api_keys: tuple[str, ...]) -> None:
+
+class RequireApiKey:
+    """Refuses requests without a known bearer token, and says whose it is. Comparing takes the same time for every
+    wrong key."""
+
+    def __init__(self, app: App, api_keys: Sequence[str], tenant_keys: Sequence[TenantKey] = ()) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        owners = [*((key, None) for key in api_keys), *((known.key, known.tenant) for known in tenant_keys)]
+        self._digests = [(hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in owners]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_known(scope):
-            message = "Incorrect or missing API key: send it as 'Authorization: Bearer <key>'."
-            await send_error(send, reply_for(AuthenticationFailed(message)))
-            return
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            owners = self._owners(scope)
+            if not owners:
+                message = "Incorrect or missing API key: send it as 'Authorization: Bearer <key>'."
+                await send_error(send, reply_for(AuthenticationFailed(message)))
+                return
+            if owners[0] is not None:
+                scope[TENANT] = owners[0]
         await self._app(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _owners(self, scope: Scope) -> list[Tenant | None]:
         given = dict(scope["headers"]).get(b"authorization", b"")
         kind, _, key = given.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return kind.lower() == b"bearer" and any(matches)
+        matches = [(hmac.compare_digest(digest, known), tenant) for known, tenant in self._digests]
+        return [tenant for is_equal, tenant in matches if is_equal and kind.lower() == b"bearer"]
 
 
 class DirectPosts:

@@ -1,7 +1,8 @@
-"""All engine replicas of one model, for the edge: picks one a request, and moves the request when its replica dies.
+"""All engine replicas of one model, for the edge: begins each sequence on one, and moves it when that dies or leaves.
 
-Implements EngineClient over channels. Who the replicas are (`set_members`), where they listen and what Serve is told
-about a request comes from a Directory; knows no Ray and no HTTP. Everything belongs to the event loop's thread.
+Implements EngineClient over channels. Choices are the chooser's, turns and refusals the gate's, connections the links';
+who the replicas are (`set_members`), where they listen and what Serve is told comes from a Directory. Knows no Ray and
+no HTTP. Everything belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -9,91 +10,54 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
-import msgspec
-
-from manta.cluster.routing.policy import Candidate, choose
-from manta.engine.errors import EngineFailed, Overloaded, Unavailable
+from manta.cluster.routing.admission import Offer, Tenant
+from manta.cluster.routing.decision import Decision, NoRoom, NoRoomReason, RoutingSettings
+from manta.cluster.routing.roles import Role
+from manta.engine.errors import EngineFailed, Overloaded
 from manta.engine.llm import refusal_error
 from manta.engine.request import EngineRequest, Refusal, RefusalReason, RequestDelta, ResumeState
 from manta.engine.stats import EngineInfo
-from manta.replicas.channel import Address, ChannelLost, KeyPair, ReplicaLeaves
+from manta.replicas.channel import ChannelLost, KeyPair, ReplicaLeaves
 from manta.replicas.channel_client import ChannelClient
 from manta.replicas.metrics import EdgeMetrics
 from manta.replicas.protocol import Frame
 
-from .client import ReplicaStatus, Take
+from .attempts import Attempt, RoutedSequence
+from .chooser import Chooser
+from .client import ReplicaStatus, RequestTerms, RouteNote, Take
+from .demands import DemandExchange
+from .detour import Detour, mismatch
+from .explanations import Explained, Explanations
+from .gate import Gate
+from .links import DRAIN_GRACE_S, FULL_POLL_S, Directory, Link, Links
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0
 MAX_FAILURES_WITHOUT_PROGRESS = 2
 """A request that lost so many replicas in a row without a new token is not given a third."""
-FULL_POLL_S = 0.1
-"""How often a stream that must move looks for room while all replicas are full."""
-MAX_REMEMBERED = 256
-"""Replicas that left, of which the edge still knows that it told them to drain."""
-DRAIN_GRACE_S = 5.0
-"""How long the streams of a replica that leaves may take to end there before they move."""
-
-
-class Directory(Protocol):
-    """What the router must know about replicas by id."""
-
-    async def locate(self, replica_id: str) -> Address:
-        """Where the replica's engine listens. Raises ChannelLost when it cannot be asked."""
-        ...
-
-    def hold(self, replica_id: str) -> Callable[[], None]:
-        """Account for a request that runs on the replica; the result ends that. Must not raise."""
-        ...
 
 
 @dataclass(frozen=True)
 class RouterLimits:
-    """Bounds of one edge."""
+    """Bounds of one edge, and what it routes by."""
 
     max_queued_requests: int = 256
-    """Requests that may wait: in a replica beyond those that run, and in the edge while no replica is ready."""
+    """Requests that may wait: in a replica beyond those that run, and in the edge."""
     max_wait_s: float = 60.0
     """How long a request waits for a replica to become ready, and a stream that must move for room."""
     drain_grace_s: float = DRAIN_GRACE_S
-
-
-class _Link:
-    """One replica and the channel to it, which comes and goes."""
-
-    def __init__(self, replica_id: str) -> None:
-        self.replica_id = replica_id
-        self.is_member = True
-        self.channel: ChannelClient | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.mover: asyncio.Task[None] | None = None
-        """Moves the streams away; from when the replica is known to leave."""
-        self.num_since_frame = 0
-        """Requests sent since the last frame came: its snapshot does not count them yet."""
-
-    @property
-    def is_leaving(self) -> bool:
-        return not self.is_member or (self.channel is not None and self.channel.is_draining)
-
-    @property
-    def is_ready(self) -> bool:
-        channel = self.channel
-        return self.is_member and channel is not None and channel.lost is None and not channel.is_draining
-
-    def candidate(self, limits: RouterLimits) -> Candidate:
-        assert self.channel is not None
-        info, snapshot = self.channel.info, self.channel.snapshot
-        reported = snapshot.num_running + snapshot.num_waiting
-        return Candidate(
-            self.replica_id,
-            num_requests=max(self.channel.num_streams, reported + self.num_since_frame),
-            max_requests=info.max_num_seqs + min(info.max_num_waiting, limits.max_queued_requests),
-        )
+    tenants: tuple[Tenant, ...] = ()
+    """With tenants, requests wait their turn in the edge while replicas are full; without, they are refused then."""
+    num_edges: int = 1
+    """That share the tenants' limits."""
+    routes_by_prefix: bool = True
+    max_index_blocks: int = 2_000_000
+    detour_from_tokens: int | None = None
+    """As in RoutingSettings."""
 
 
 class ChannelRouter:
@@ -104,15 +68,37 @@ class ChannelRouter:
     ) -> None:
         """`keys` are the cluster's client keys."""
         self._directory = directory
-        self._edge_id = edge_id
-        self._keys = keys
         self._limits = limits
         self._metrics = metrics
-        self._links: dict[str, _Link] = {}
         self._info: EngineInfo | None = None
-        self._left: dict[str, None] = {}
-        """Replicas that were told to drain and may come back."""
-        self._waiters: list[asyncio.Future[None]] = []
+        self._links = Links(
+            directory,
+            self,
+            edge_id=edge_id,
+            keys=keys,
+            wants_cache_events=limits.routes_by_prefix,
+            drain_grace_s=limits.drain_grace_s,
+        )
+        self._chooser = Chooser(
+            settings=RoutingSettings(max_wait_s=limits.max_wait_s, detour_from_tokens=limits.detour_from_tokens),
+            metrics=metrics,
+            max_index_blocks=limits.max_index_blocks,
+            max_waiting=limits.max_queued_requests,
+            is_fair=bool(limits.tenants),
+        )
+        self._gate: Gate[Attempt] = Gate(
+            limits.tenants,
+            max_queued=limits.max_queued_requests,
+            max_wait_s=limits.max_wait_s,
+            undo=self._end,
+            on_refused=metrics.request_not_admitted,
+            num_edges=limits.num_edges,
+        )
+        self._demands = DemandExchange(self._gate, self._links, edge_id=edge_id)
+        self._explanations = Explanations()
+        self._attempts: set[Attempt] = set()
+        self._mismatched: set[tuple[str, str]] = set()
+        """Pairs of replicas of which it was said that KV cannot go from one to the other."""
 
     @property
     def info(self) -> EngineInfo | None:
@@ -127,98 +113,234 @@ class ChannelRouter:
                 snapshot=None if link.channel is None else link.channel.snapshot,
                 step_times=None if link.channel is None else link.channel.step_times,
                 last_frame_age_s=None if link.channel is None else link.channel.last_frame_age_s,
+                role=None if link.channel is None else link.channel.role,
             )
-            for link in self._links.values()
+            for link in self._links
         ]
 
     async def render_metrics(self) -> bytes:
-        return self._metrics.render(self.replicas(), num_waiting=len(self._waiters))
+        return self._metrics.render(
+            self.replicas(),
+            num_waiting=self._gate.num_waiting,
+            num_waiting_to_move=self._gate.num_waiting_to_move,
+            num_in_flight=len(self._attempts),
+            num_index_blocks=self._chooser.num_index_blocks,
+        )
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """How a response, or one of its sequences, was routed, as JSON; None when this edge does not know it."""
+        return self._explanations.find(request_id)
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
         """The replicas that exist now. One that is missing drains: it gets no new work and ends what it can within the
         grace; the rest moves as soon as another has room."""
-        members = set(replica_ids)
-        for replica_id in members - self._links.keys():
-            link = self._links[replica_id] = _Link(replica_id)
-            link.task = asyncio.get_running_loop().create_task(self._keep_connected(link))
-        for link in list(self._links.values()):
-            if link.is_member and link.replica_id not in members:
-                link.is_member = False
-                self._left[link.replica_id] = None
-                if link.channel is not None:
-                    link.channel.drain()
-                self._start_moving(link)
-                self._forget_if_idle(link)
-            elif not link.is_member and link.replica_id in members:
-                link.is_member = True
-                self._welcome_back(link)
-        while len(self._left) > MAX_REMEMBERED:
-            del self._left[next(iter(self._left))]
+        self._links.set_members(replica_ids)
+
+    def set_role(self, replica_id: str, role: Role) -> None:
+        """Ask a replica to drain and take another role; one that is not connected is not asked."""
+        link = self._links.get(replica_id)
+        if link is not None and link.channel is not None:
+            link.channel.set_role(role)
 
     async def close(self) -> None:
         """Close all channels; their requests fail."""
-        links, self._links = list(self._links.values()), {}
-        for link in links:
-            link.is_member = False
-            if link.channel is not None:
-                link.channel.close()
-        tasks = [task for link in links for task in (link.task, link.mover) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._demands.close()
+        await self._links.close()
 
-    async def run(self, request: EngineRequest, take: Take) -> None:
-        state = ResumeState(request=msgspec.structs.replace(request, output_token_ids=list(request.output_token_ids)))
+    def joined(self, link: Link) -> None:
+        channel = link.channel
+        assert channel is not None
+        self._info = channel.info
+        self._metrics.replica_joined(link.replica_id, channel.snapshot)
+        self._chooser.joined(link)
+        self._gate.serve()
+
+    def heard(self, link: Link, frame: Frame) -> None:
+        self._chooser.heard(link, frame)
+        if frame.demands is not None:
+            self._demands.learn(frame.demands)
+        if self._gate.has_waiting and self._chooser.has_room(link):
+            self._gate.serve()
+
+    def lost(self, link: Link, channel: ChannelClient) -> None:
+        self._chooser.lost(link)
+        self._metrics.replica_left(link.replica_id, channel.snapshot)
+        if link.is_member:
+            self._metrics.replica_lost()
+
+    def room(self) -> int:
+        return self._chooser.room(link for link in self._links if link.is_ready)
+
+    async def run(
+        self, request: EngineRequest, take: Take, terms: RequestTerms = RequestTerms(), note: RouteNote | None = None
+    ) -> None:
+        sequence = RoutedSequence(request, take, terms, note or RouteNote())
+        state = sequence.state
         num_refusals = 0
-        must_go_on = False  # once an engine has had it, an engine that is full is no answer any more
+        try:
+            while True:
+                attempt = await self._begin(sequence)
+                try:
+                    refusal = await attempt.wait()
+                    if refusal is None:
+                        attempt.explained.outcome = "finished"
+                        return
+                    num_refusals += 1
+                    self._refused(sequence, attempt, refusal, num_refusals)
+                except ReplicaLeaves:
+                    sequence.must_go_on = True
+                    self._moves(state, attempt, "the replica leaves")
+                except ChannelLost as lost:
+                    sequence.must_go_on = True
+                    self._count_failure(state, attempt.link, lost)
+                    self._moves(state, attempt, str(lost))
+                finally:
+                    self._end(attempt)
+                if num_refusals and sequence.must_go_on:
+                    await asyncio.sleep(FULL_POLL_S)
+        finally:
+            self._over(sequence)
 
-        def relay(delta: RequestDelta) -> bool:
-            state.add(delta)
-            return take(delta)
+    async def _begin(self, sequence: RoutedSequence) -> Attempt:
+        """Until a replica has it. One that an engine has had goes on before all others and waits for room."""
+        if sequence.state.num_submissions:
+            return await self._gate.enter_again(lambda: self._try_to_begin(sequence))
+        request, terms = sequence.state.request, sequence.terms
+        offer = Offer(
+            request_id=request.request_id,
+            tenant=terms.tenant,
+            num_tokens=len(request.prompt_token_ids) + self._chooser.expected_output_tokens(request),
+            priority=request.priority,
+            deadline_s=terms.deadline_s,
+        )
+        try:
+            wait_s = 0.0 if terms.deadline_s is None else self._estimate_first_token_s(sequence)
+            return await self._gate.enter(offer, lambda: self._try_to_begin(sequence), first_token_s=wait_s)
+        except Overloaded as error:
+            if (explained := sequence.no_room) is not None:
+                explained.outcome = f"refused: {error}"
+                self._explanations.add(request.request_id, explained)
+            raise
 
-        while True:
-            link = await self._acquire(must_move=state.num_submissions > 0)
-            submission = state.submission()
-            channel = link.channel
-            assert channel is not None
-            stream = channel.submit(submission, relay)
-            link.num_since_frame += 1
-            release = self._directory.hold(link.replica_id)
-            try:
-                refusal = await stream.wait()
-                if refusal is None:
-                    return
-                num_refusals += 1
-                self._refused(link, refusal, must_go_on=must_go_on, num_refusals=num_refusals)
-            except ReplicaLeaves:
-                must_go_on = True
-                self._moves(state, link, "it leaves")
-            except ChannelLost as lost:
-                must_go_on = True
-                self._count_failure(state, link, lost)
-                self._moves(state, link, str(lost))
-            finally:
-                channel.finish(submission.request_id)
-                release()
-                self._forget_if_idle(link)
-            if num_refusals and must_go_on:
-                await asyncio.sleep(FULL_POLL_S)
+    def _estimate_first_token_s(self, sequence: RoutedSequence) -> float:
+        """If it began now; 0 where that is not known."""
+        ready = [link for link in self._links if link.is_ready]
+        decision = self._chooser.decide(sequence.state.request, sequence.terms, ready, must_go=False)
+        if not isinstance(decision, NoRoom):
+            return decision.estimate.first_token_s
+        sequence.no_room = Explained(time.time(), 0.0, decision, num_candidates=len(ready))
+        is_known = decision.reason in (NoRoomReason.DEADLINE, NoRoomReason.WAIT)
+        return decision.estimated_wait_s if is_known else 0.0
 
-    def _refused(self, link: _Link, refusal: Refusal, *, must_go_on: bool, num_refusals: int) -> None:
+    def _try_to_begin(self, sequence: RoutedSequence) -> Attempt | NoRoom:
+        """Send it to the replica where it will be answered soonest, if there is one with room."""
+        state, terms = sequence.state, sequence.terms
+        must_go = state.num_submissions > 0
+        ready = [link for link in self._links if link.is_ready]
+        decision = self._chooser.decide(state.request, terms, ready, must_go=must_go)
+        waited_s = time.monotonic() - sequence.asked_at_s
+        explained = Explained(time.time(), waited_s, decision, num_candidates=len(ready))
+        if isinstance(decision, NoRoom):
+            sequence.no_room = explained
+            return decision
+        decision = self._without_impossible_detour(decision)
+        self._explanations.add(state.request.request_id, explained)
+        self._metrics.replica_chosen(
+            path="direct" if decision.prefill_replica_id is None else "detour", waited_s=waited_s
+        )
+        link = self._links[decision.replica_id]
+        submission = state.submission()
+        booking = self._chooser.book(decision, submission)
+        release = self._directory.hold(link.replica_id)
+        if decision.prefill_replica_id is None:
+            attempt = Attempt(sequence, link, booking, explained, submission, release=release)
+        else:
+            attempt = Detour(
+                sequence,
+                link,
+                booking,
+                explained,
+                submission,
+                prefill=self._links[decision.prefill_replica_id],
+                release=release,
+                release_prefill=self._directory.hold(decision.prefill_replica_id),
+                on_end=self._metrics.handoff_ended,
+            )
+        self._attempts.add(attempt)
+        sequence.note.replica_id = decision.replica_id
+        sequence.note.prefill_replica_id = decision.prefill_replica_id
+        if sequence.note.estimated_s is None and booking.estimate is not None:
+            sequence.note.estimated_s = waited_s + booking.estimate.first_token_s
+        attempt.submit(on_first=lambda delta: self._began(attempt, delta))
+        return attempt
+
+    def _without_impossible_detour(self, decision: Decision) -> Decision:
+        """The same for replicas that do not fit together: all of it where it would be decoded."""
+        if decision.prefill_replica_id is None:
+            return decision
+        channels = [self._links[one].channel for one in (decision.prefill_replica_id, decision.replica_id)]
+        prefill, decode = (channel.info for channel in channels if channel is not None)
+        why = mismatch(prefill, decode)
+        if why is None:
+            return decision
+        pair = decision.prefill_replica_id, decision.replica_id
+        if pair not in self._mismatched:
+            self._mismatched.add(pair)
+            logger.error("KV cannot go from replica %s to replica %s: %s", *pair, why)
+        return replace(decision, prefill_replica_id=None)
+
+    def _began(self, attempt: Attempt, delta: RequestDelta) -> None:
+        """Its first delta came."""
+        sequence, explained = attempt.sequence, attempt.explained
+        explained.actual_s = self._chooser.began(attempt.booking, delta)
+        explained.num_cached_tokens = delta.num_cached_tokens
+        if not sequence.state.has_begun:
+            sequence.note.actual_s = time.monotonic() - sequence.asked_at_s
+
+    def _end(self, attempt: Attempt) -> None:
+        """Nothing of the attempt is anywhere any more. May be called again."""
+        if attempt not in self._attempts:
+            return
+        self._attempts.discard(attempt)
+        if attempt.explained.outcome == "open":
+            attempt.explained.outcome = "cancelled or failed"
+        attempt.end()
+        attempt.booking.over()
+        for link in attempt.links:
+            self._links.forget_if_idle(link)
+        if self._gate.has_waiting:
+            self._gate.serve()
+
+    def _over(self, sequence: RoutedSequence) -> None:
+        state = sequence.state
+        num_output_tokens = len(state.request.output_token_ids)
+        if not state.num_submissions:
+            return
+        num_tokens = len(state.request.prompt_token_ids) + num_output_tokens
+        self._gate.ended(state.request.request_id, num_tokens)
+        self._metrics.tokens_used(sequence.terms.tenant, num_tokens)
+        if num_output_tokens:  # how far those came that broke off says something, too
+            self._chooser.answered(num_output_tokens)
+
+    def _refused(self, sequence: RoutedSequence, attempt: Attempt, refusal: Refusal, num_refusals: int) -> None:
         """Returns when the request should try again, elsewhere or later: one that was taken before waits for room."""
+        attempt.explained.outcome = f"refused by the engine: {refusal.message}"
+        link = attempt.link
         if refusal.reason is RefusalReason.DRAINING:
             if link.channel is not None:
                 link.channel.is_draining = True
-            self._start_moving(link)
+            self._links.start_moving(link)
             return
         error = refusal_error(refusal)
-        if not must_go_on:
+        if not sequence.must_go_on:
+            if isinstance(error, Overloaded):
+                self._metrics.request_not_admitted(sequence.terms.tenant, "engine")
             raise error
         if isinstance(error, Overloaded) and num_refusals * FULL_POLL_S < self._limits.max_wait_s:
             return
         raise EngineFailed(f"The request could not go on elsewhere: {refusal.message}") from error
 
-    def _count_failure(self, state: ResumeState, link: _Link, lost: ChannelLost) -> None:
+    def _count_failure(self, state: ResumeState, link: Link, lost: ChannelLost) -> None:
         if link.is_leaving:
             return  # it was about to end: no sign that the request ends replicas
         state.num_failures_without_progress += 1
@@ -227,128 +349,13 @@ class ChannelRouter:
                 "The engine failed while it worked on this request, on two replicas in a row; it is not tried again."
             ) from lost
 
-    def _moves(self, state: ResumeState, link: _Link, why: str) -> None:
+    def _moves(self, state: ResumeState, attempt: Attempt, why: str) -> None:
         self._metrics.request_moved()
+        attempt.explained.outcome = f"moved after {len(state.request.output_token_ids)} tokens: {why}"
         logger.warning(
             "request %s leaves replica %s after %d tokens: %s",
             state.request.request_id,
-            link.replica_id,
+            attempt.link.replica_id,
             len(state.request.output_token_ids),
             why,
         )
-
-    def _welcome_back(self, link: _Link) -> None:
-        """Undo the drain of a replica that left and is a member again."""
-        if not link.is_member or link.channel is None or link.channel.lost is not None:
-            return  # later, when it is connected
-        if link.replica_id not in self._left:
-            return
-        del self._left[link.replica_id]
-        link.channel.end_drain()
-        if link.mover is not None:
-            link.mover.cancel()
-            link.mover = None
-
-    def _start_moving(self, link: _Link) -> None:
-        if link.mover is None and link.channel is not None and link.channel.num_streams:
-            link.mover = asyncio.get_running_loop().create_task(self._move_streams(link.channel))
-
-    async def _move_streams(self, channel: ChannelClient) -> None:
-        """After the grace, away with the streams as others have room; they run on where they are meanwhile."""
-        await asyncio.sleep(self._limits.drain_grace_s)
-        while channel.lost is None and channel.num_streams:
-            ready = [link.candidate(self._limits) for link in self._links.values() if link.is_ready]
-            room = sum(max(one.max_requests - one.num_requests, 0) for one in ready)
-            channel.move_streams(room)
-            await asyncio.sleep(FULL_POLL_S)
-
-    async def _acquire(self, *, must_move: bool) -> _Link:
-        """A replica with room. One that is to move waits for room; a new one is refused at once when all are full."""
-        until_s = time.monotonic() + self._limits.max_wait_s
-        while True:
-            ready = [link for link in self._links.values() if link.is_ready]
-            choice = choose([link.candidate(self._limits) for link in ready])
-            if choice is not None:
-                logger.debug("replica %s: %s", choice.replica_id, choice.reason)
-                return self._links[choice.replica_id]
-            if ready and not must_move:
-                raise Overloaded("All replicas are full; try again later.", retry_after_s=1.0)
-            if not must_move and len(self._waiters) >= self._limits.max_queued_requests:
-                raise Overloaded(
-                    "No replica is ready and the queue for one is full; try again later.", retry_after_s=1.0
-                )
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise Unavailable(f"No replica became ready within {self._limits.max_wait_s:g} s.", retry_after_s=5.0)
-            await self._wait_for_replica(min(left_s, FULL_POLL_S) if ready else left_s)
-
-    async def _wait_for_replica(self, timeout_s: float) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await asyncio.wait((waiter,), timeout=timeout_s)
-        finally:
-            self._waiters.remove(waiter)
-
-    async def _keep_connected(self, link: _Link) -> None:
-        delay_s = 0.1
-        while link.is_member:
-            try:
-                channel = await self._connect(link)
-            except (ChannelLost, TimeoutError) as error:
-                logger.info("replica %s cannot be reached: %s", link.replica_id, error)
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, 2.0)
-                continue
-            delay_s = 0.1
-            self._connected(link, channel)
-            await channel.wait_lost()
-            link.channel = None
-            if link.mover is not None:
-                link.mover.cancel()
-                link.mover = None
-            self._metrics.replica_left(link.replica_id, channel.snapshot)
-            if link.is_member:
-                logger.warning("replica %s: %s", link.replica_id, channel.lost)
-                self._metrics.replica_lost()
-                await asyncio.sleep(delay_s)
-        self._links.pop(link.replica_id, None)
-
-    async def _connect(self, link: _Link) -> ChannelClient:
-        address = await asyncio.wait_for(self._directory.locate(link.replica_id), CONNECT_TIMEOUT_S)
-
-        def learn(frame: Frame) -> None:
-            link.num_since_frame = 0
-            if frame.draining:
-                self._start_moving(link)
-
-        channel = ChannelClient(address, edge_id=self._edge_id, keys=self._keys, on_frame=learn)
-        try:
-            await channel.connect(CONNECT_TIMEOUT_S)
-        except asyncio.CancelledError:
-            channel.close()
-            raise
-        return channel
-
-    def _connected(self, link: _Link, channel: ChannelClient) -> None:
-        link.channel, link.num_since_frame = channel, 0
-        self._info = channel.info
-        self._metrics.replica_joined(link.replica_id, channel.snapshot)
-        if not link.is_member:
-            channel.drain()
-            self._forget_if_idle(link)
-        self._welcome_back(link)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def _forget_if_idle(self, link: _Link) -> None:
-        """End the channel to a replica that left and has none of our requests any more."""
-        if link.is_member:
-            return
-        if link.channel is None:
-            if link.task is not None:
-                link.task.cancel()
-            self._links.pop(link.replica_id, None)
-        elif not link.channel.num_streams:
-            link.channel.close()

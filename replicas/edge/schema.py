@@ -22,8 +22,8 @@ MAX_STOP_STRINGS = 16
 Unsupported = Mapping[str, Callable[[Any], bool]]
 """Field -> whether a value asks for nothing but the default behaviour."""
 
-_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                       "prompt_cache_retention", "parallel_tool_calls", "prediction"})  # fmt: skip
+_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention",
+                       "parallel_tool_calls", "prediction"})  # fmt: skip
 
 
 def _never(value: Any) -> bool:
@@ -79,6 +79,8 @@ class GenerationFields(Fields):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    deadline_s: float | None = Field(default=None, ge=0)
+    prompt_cache_key: str | None = None
 
     def check(self) -> None:
         """What concerns several fields. Raises InvalidRequest."""

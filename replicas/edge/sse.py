@@ -85,6 +85,8 @@ class EventStream:
         self._send = send
         self._write_part = write_part
         self._outbox = outbox
+        self.headers: Callable[[], Mapping[str, str]] = dict[str, str]
+        """More headers, asked for when the first events go out."""
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
@@ -158,7 +160,8 @@ class EventStream:
 
     async def _begin(self) -> None:
         self.has_begun = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        headers = _STREAM_HEADERS + [(name.lower().encode(), value.encode()) for name, value in self.headers().items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _go_on(self, started: Awaitable[None]) -> None:
         try:
@@ -204,9 +207,9 @@ async def send_json(send: Send, body: bytes, *, status: int = 200, headers: Mapp
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, reply: ErrorReply) -> None:
-    """Send an error as the whole reply."""
-    await send_json(send, reply.body, status=reply.status, headers=reply.headers)
+async def send_error(send: Send, reply: ErrorReply, *, headers: Mapping[str, str] | None = None) -> None:
+    """Send an error as the whole reply, with `headers` beside its own."""
+    await send_json(send, reply.body, status=reply.status, headers={**reply.headers, **(headers or {})})
 
 
 _STREAM_HEADERS = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -10,11 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manta import __version__
-from manta.engine.errors import Unavailable
+from manta.cluster.routing.roles import Role
+from manta.engine.errors import InvalidRequest, Unavailable
 
+from .body import parse_object
 from .client import EdgeContext, ReplicaStatus
 from .endpoints import check_model
-from .errors import reply_for
+from .errors import NotAllowed, UnknownRequest, reply_for
+from .middleware import TENANT
+from .roles import unserved
 from .sse import encode_json
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,17 +38,18 @@ class StatusEndpoints:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 when work is taken; 503 while loading or draining. The body lists every replica either way, and says in
-        `missing` what replicas wait for that have no room in the cluster."""
+        """200 when there is a ready replica for every role; 503 while loading or draining. The body lists every replica
+        either way, and says in `missing` what replicas wait for that have no room in the cluster."""
         context = self._context
         replicas = context.client.replicas()
         if context.is_draining:
             status = "draining"
         else:
-            status = "ready" if any(replica.ready for replica in replicas) else "loading"
+            status = "loading" if unserved(context.roles, replicas) else "ready"
         answer: dict[str, Any] = {
             "status": status,
             "model": context.model_name,
+            "roles": _count_roles(context.roles, replicas),
             "replicas": [_describe(replica) for replica in replicas],
         }
         if context.missing is not None:
@@ -58,6 +65,28 @@ class StatusEndpoints:
         if self._context.cluster_status is None:
             raise HTTPException(404)
         return _json(await self._context.cluster_status())
+
+    async def explain(self, request: Request) -> Response:
+        """How a request was routed: every decision with its candidates. 404 for one that no edge remembers."""
+        request_id, explain = request.path_params["request_id"], self._context.explain
+        found = None if explain is None else await explain(request_id)
+        if found is None:
+            raise UnknownRequest(
+                f"No edge remembers a request {request_id[:200]!r}: decisions about the latest requests are kept, by "
+                "the id of their responses."
+            )
+        return _json(found)
+
+    async def set_role(self, request: Request) -> Response:
+        """Have a replica drain and take another role; 202 as soon as it was asked, /ready shows when it has it. The
+        body is {"replica": id, "role": role}. Not for tenants; 404 where roles are fixed."""
+        if self._context.set_role is None:
+            raise HTTPException(404)
+        if TENANT in request.scope:
+            raise NotAllowed("A tenant's key cannot change roles: use one of serving.api_keys.")
+        replica_id, role = _read_role(await request.body())
+        self._context.set_role(replica_id, role)
+        return _json({"replica": replica_id, "role": role}, status=202)
 
     async def metrics(self, request: Request) -> Response:
         """Everything that is measured, as Prometheus text."""
@@ -89,14 +118,33 @@ class StatusEndpoints:
 
 
 def _why_none_is_ready(context: EdgeContext) -> str:
-    if context.missing is None:
-        return "No replica is ready."
-    return f"No replica is ready: one that is to start {context.missing}."
+    roles = unserved(context.roles, context.client.replicas())
+    what = "No replica is ready"
+    if len(context.roles) > 1:
+        what += f" for {' and '.join(roles)}"
+    return f"{what}." if context.missing is None else f"{what}: one that is to start {context.missing}."
+
+
+def _count_roles(wanted: Iterable[Role], replicas: Sequence[ReplicaStatus]) -> dict[str, int]:
+    """Ready replicas by role, those included of which none is."""
+    counts = Counter(replica.role for replica in replicas if replica.ready and replica.role is not None)
+    return {role: counts[role] for role in dict.fromkeys((*wanted, *counts))}
+
+
+def _read_role(body: bytes) -> tuple[str, Role]:
+    tree = parse_object(body)
+    replica_id, role = tree.get("replica"), tree.get("role")
+    if not isinstance(replica_id, str):
+        raise InvalidRequest("`replica` must be a replica's id, as /ready shows them.", param="replica")
+    if role not in list(Role):
+        raise InvalidRequest(f"`role` must be one of {', '.join(Role)}, not {str(role)[:50]!r}.", param="role")
+    return replica_id, Role(role)
 
 
 def _describe(replica: ReplicaStatus) -> dict[str, Any]:
     described: dict[str, Any] = {
         "replica_id": replica.replica_id,
+        "role": replica.role,
         "ready": replica.ready,
         "draining": replica.draining,
         "last_frame_age_s": replica.last_frame_age_s,
@@ -108,6 +156,7 @@ def _describe(replica: ReplicaStatus) -> dict[str, Any]:
             "kv_cache_usage": snapshot.kv_cache_usage,
             "num_used_blocks": snapshot.num_used_blocks,
             "num_steps": snapshot.num_steps,
+            "num_kv_leases": snapshot.num_kv_leases,
         }
     return described
 

@@ -15,7 +15,7 @@ from manta.engine.errors import EngineFailed
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta, TokenLogprobs
 from manta.engine.tokenizer import Tokenizer
 
-from .client import ChoiceRecord
+from .client import ChoiceRecord, RequestTerms, RouteNote
 
 
 @dataclass(slots=True)
@@ -46,6 +46,9 @@ class Choice:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request = request
+        self.terms = RequestTerms()
+        self.note = RouteNote()
+        """Where it went."""
         self.index = index
         self.prompt_index = prompt_index
         self.num_tokens = 0

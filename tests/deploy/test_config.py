@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manta.deploy.config import CONFIGS_DIR, bundled, config_file, load_config, parse_overrides, read_yaml
+from manta.deploy.config import (
+    CONFIGS_DIR,
+    DeployConfig,
+    bundled,
+    config_file,
+    load_config,
+    parse_overrides,
+    read_yaml,
+)
+from manta.deploy.traffic_config import default_tenant, tenant_keys
 from manta.engine.errors import ConfigError
 
 
@@ -140,3 +149,37 @@ def test_the_dummy_has_llama_3_1_8b_s_shape() -> None:
 
 def test_api_keys_do_not_show_in_the_configuration_s_text() -> None:
     assert "secret" not in repr(load_config(None, {"api_keys": ["secret"]}))
+
+
+def tenants(*given: dict[str, object]) -> DeployConfig:
+    return load_config(None, {"serving.tenants": list(given)})
+
+
+def test_tenants_are_read_and_their_keys_do_not_show() -> None:
+    config = tenants({"name": "research", "key": "secret", "weight": 3}, {"name": "default", "weight": 2})
+    assert [(one.name, one.weight, one.tokens_per_s) for one in config.serving.tenants] == [
+        ("research", 3.0, None),
+        ("default", 2.0, None),
+    ]
+    assert "secret" not in repr(config)
+    assert "secret" not in repr(tenant_keys(config.serving.tenants))
+    assert [(known.key, known.tenant.name) for known in tenant_keys(config.serving.tenants)] == [("secret", "research")]
+    assert default_tenant(config.serving.tenants).weight == 2.0
+    assert default_tenant(()).name == "default"
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ([{"name": "a"}], "tenant 'a' needs a key"),
+        ([{"name": "default", "key": "x"}], "tenant 'default' has no key"),
+        ([{"name": "a", "key": " "}], "must not be empty"),
+        ([{"name": "a", "key": "x"}, {"name": "b", "key": "x"}], "equal keys"),
+        ([{"name": "a", "key": "x"}, {"name": "a", "key": "y"}], "equal names"),
+        ([{"name": "a b", "key": "x"}], "pattern"),
+        ([{"name": "a", "key": "x", "weight": 0}], "greater than 0"),
+    ],
+)
+def test_tenants_that_cannot_be_told_apart_are_refused(given: list[dict[str, object]], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        tenants(*given)

@@ -92,6 +92,7 @@ def test_what_the_service_serves_has_room_on_its_workers(tmp_path: Path) -> None
     from ray.serve.schema import ServeDeploySchema
 
     from manta.deploy.app import config_of, gang_spec
+    from manta.deploy.config import pools_of
 
     manifest = load(KUBERAY / "rayservice.yaml")
     serve_config = ServeDeploySchema.model_validate(yaml.safe_load(manifest["spec"]["serveConfigV2"]))
@@ -107,7 +108,8 @@ def test_what_the_service_serves_has_room_on_its_workers(tmp_path: Path) -> None
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         gpus, cpus = float(limits["nvidia.com/gpu"]), float(limits["cpu"])
         nodes += [Node(f"{group['groupName']}{i}", "", gpus, gpus, cpus, cpus) for i in range(group["replicas"])]
-    spec = gang_spec(config.engine, config.serving, uses_gpus=True)
+    (pool,) = pools_of(config)
+    spec = gang_spec(pool, pool.engine, uses_gpus=True)
     placed = place(Topology(tuple(nodes)), spec, num_replicas=config.serving.num_replicas)
     assert isinstance(placed, Placement), placed
     assert len(set(placed.nodes)) == config.serving.num_replicas

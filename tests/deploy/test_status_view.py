@@ -12,9 +12,11 @@ from manta.deploy.status_view import ServerStatus, print_status
 READY = {
     "status": "ready",
     "model": "m",
+    "roles": {"prefill": 1, "decode": 0},
     "replicas": [
         {
             "replica_id": "x1",
+            "role": "prefill",
             "ready": True,
             "draining": False,
             "last_frame_age_s": 0.21,
@@ -23,7 +25,7 @@ READY = {
             "kv_cache_usage": 0.42,
             "num_steps": 1234,
         },
-        {"replica_id": "x2", "ready": False, "draining": True, "last_frame_age_s": None},
+        {"replica_id": "x2", "role": "decode", "ready": False, "draining": True, "last_frame_age_s": None},
     ],
 }
 RANK = {"rank": 0, "state": "up", "address": "10.0.0.2", "pid": 77, "gpu_ids": ["0"], "phases_s": {"weights": 4.25}}
@@ -31,8 +33,8 @@ ABSENT = {"rank": 1, "state": "absent", "address": None, "pid": None, "gpu_ids":
 CLUSTER = {
     "missing": "needs 8 GPUs in one node, the largest free block is 6",
     "gangs": [
-        {"replica_id": "x1", "state": "placed", "nodes": ["10.0.0.2"], "ranks": [RANK, ABSENT]},
-        {"replica_id": "x9", "state": "waiting", "nodes": [], "ranks": []},
+        {"replica_id": "x1", "pool": "prefill", "state": "placed", "nodes": ["10.0.0.2"], "ranks": [RANK, ABSENT]},
+        {"replica_id": "x9", "pool": "decode", "state": "waiting", "nodes": [], "ranks": []},
     ],
     "nodes": [
         {
@@ -63,15 +65,16 @@ def test_replicas_are_shown_with_queue_and_cache() -> None:
     text = printed(status())
     assert "http://h:8000: ready" in text
     assert "model m" in text
-    assert "x1 │ ready │ 3 │ 17 │ 42% │ 1234 │ 0.2 s ago" in text
-    assert "x2 │ draining │" in text
+    assert "ready: 1 prefill, 0 decode" in text
+    assert "x1 │ prefill │ ready │ 3 │ 17 │ 42% │ 1234 │ 0.2 s ago" in text
+    assert "x2 │ decode │ draining │" in text
 
 
 def test_ranks_are_shown_with_their_phases_of_start_up() -> None:
     text = printed(status())
-    assert "x1 │ 0 │ up │ 10.0.0.2 │ 77 │ 0 │ weights 4.2 s" in text
-    assert "x1 │ 1 │ absent │" in text
-    assert "x9 │ │ waiting for room │" in text
+    assert "prefill │ x1 │ 0 │ up │ 10.0.0.2 │ 77 │ 0 │ weights 4.2 s" in text
+    assert "prefill │ x1 │ 1 │ absent │" in text
+    assert "decode │ x9 │ │ waiting for room │" in text
 
 
 def test_nodes_are_shown_with_what_is_free_and_their_labels() -> None:

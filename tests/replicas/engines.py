@@ -9,9 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
+
+from manta.cluster.routing.roles import Role
+from manta.engine.kv_transfer.messages import SendKv, TakeKv
 from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import EngineRequest, FinishReason, Refusal, RefusalReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
+from manta.engine.step_costs import StepCosts
 from manta.replicas.channel_server import ChannelServer
 from manta.replicas.engine_loop import Core, EngineLoop
 
@@ -33,6 +38,12 @@ class FakeCore:
         self.requests: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.added: list[str] = []
+        self.handoffs: dict[str, SendKv | TakeKv] = {}
+        """Of the requests that had one, by id."""
+        self.expected: dict[str, list[int]] = {}
+        """Prompts by ticket that was neither taken nor released."""
+        self.taken: list[str] = []
+        self.released: list[str] = []
         self.may_step = threading.Event()
         self.may_step.set()
         self.fails = False
@@ -44,6 +55,17 @@ class FakeCore:
         self._num_tokens = 0
 
     @property
+    def step_costs(self) -> StepCosts | None:
+        return None
+
+    @property
+    def pollables(self) -> list[zmq.Socket[bytes] | int]:
+        return []
+
+    def poll(self) -> None:
+        """Nothing comes from other engines here."""
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
@@ -52,11 +74,22 @@ class FakeCore:
             return Refusal(request_id=request.request_id, reason=self.refuses, message="told to refuse")
         self.added.append(request.request_id)
         self.requests[request.request_id] = request
+        if request.handoff is not None:
+            self.handoffs[request.request_id] = request.handoff
+        if isinstance(request.handoff, TakeKv) and self.expected.pop(request.handoff.ticket, None) is not None:
+            self.taken.append(request.handoff.ticket)
         return None
 
     def cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)
         return self.requests.pop(request_id, None) is not None
+
+    def expect(self, ticket: str, prompt_token_ids: list[int], cache_salt: str | None) -> None:
+        self.expected[ticket] = prompt_token_ids
+
+    def release(self, ticket: str) -> None:
+        self.released.append(ticket)
+        self.expected.pop(ticket, None)
 
     def step(self) -> list[RequestDelta]:
         self.may_step.wait()
@@ -84,10 +117,18 @@ class FakeCore:
         return self.num_prepared < self.num_to_prepare
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(num_running=len(self.requests), num_blocks=64, num_generated_tokens=self._num_tokens)
+        return Snapshot(
+            num_running=len(self.requests),
+            num_blocks=64,
+            num_generated_tokens=self._num_tokens,
+            num_kv_leases=len(self.expected),
+        )
 
     def take_cache_events(self) -> CacheEvents | None:
         return None
+
+    def all_cache_events(self) -> CacheEvents:
+        return CacheEvents(sequence=0, complete=True)
 
 
 @dataclass
@@ -111,11 +152,17 @@ class Engine:
 
 @contextmanager
 def engine(
-    core: Core, client_key: bytes, *, info: EngineInfo = INFO, name: str = "r0", **limits: Any
+    core: Core,
+    client_key: bytes,
+    *,
+    info: EngineInfo = INFO,
+    name: str = "r0",
+    role: Role = Role.MIXED,
+    **limits: Any,
 ) -> Iterator[Engine]:
     """Runs `core` until the end of the block, or until it is closed."""
     server = ChannelServer(name, info, client_key=client_key, **limits)
-    loop = EngineLoop(core, server)
+    loop = EngineLoop(core, server, role=role)
     running = Engine(core, server, loop, threading.Thread(target=loop.run, name=f"engine {name}"))
     running.thread.start()
     try:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from manta.cluster.routing.roles import Role
 from manta.engine.stats import EngineInfo
 from manta.replicas.channel import Address, ChannelLost, KeyPair
 from manta.replicas.edge.router import ChannelRouter, RouterLimits
@@ -41,8 +42,9 @@ class Fleet:
         self.held.append(replica_id)
         return lambda: self.held.remove(replica_id)
 
-    def start(self, name: str, core: Core, info: EngineInfo = INFO) -> Engine:
-        one = self.engines[name] = self._stack.enter_context(engine(core, KEYS.public, name=name, info=info))
+    def start(self, name: str, core: Core, info: EngineInfo = INFO, *, role: Role = Role.MIXED) -> Engine:
+        running = engine(core, KEYS.public, name=name, info=info, role=role)
+        one = self.engines[name] = self._stack.enter_context(running)
         return one
 
     async def ready(self, *names: str) -> None:

@@ -6,10 +6,11 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from manta.cluster.routing.roles import Role
 from manta.engine.loop_gc import LoopGc
 from manta.engine.request import EngineRequest, Refusal, RequestDelta, SamplingParams
 from manta.replicas.engine_loop import EngineLoop
@@ -21,6 +22,8 @@ from tests.replicas.engines import FakeCore
 class Server:
     """The channel's server, with what tests submit instead of edges."""
 
+    needs_cached = False
+
     def __init__(self) -> None:
         self._commands: list[Submit] = []
         self._arrived = threading.Event()
@@ -30,11 +33,14 @@ class Server:
         self._commands += [Submit(request=request) for request in requests]
         self._arrived.set()
 
-    def receive(self, timeout_s: float) -> list[Submit]:
+    def receive(self, timeout_s: float, *, wake: Sequence[object] = ()) -> list[Submit]:
         self._arrived.wait(min(timeout_s, 0.02))
         self._arrived.clear()
         commands, self._commands = self._commands, []
         return commands
+
+    def set_role(self, role: Role) -> None:
+        pass
 
     def publish(self, deltas: Any, refusals: Any, *, step_times: StepHistogram, **fields: Any) -> None:
         self.step_times = step_times

@@ -79,11 +79,11 @@ async def test_a_stream_goes_on_elsewhere_when_its_engine_dies() -> None:
         first, second = FakeCore(step_s=0.005), FakeCore(step_s=0.005)
         one.start("a", first)
         await one.ready("a")
-        one.start("b", second)
-        await one.ready("a", "b")
 
         def kill(num_tokens: int) -> None:
             if num_tokens == 7:
+                one.start("b", second)
+                one.router.set_members(["a", "b"])
                 one.engines["a"].close()
 
         deltas = await collect(one.router, request(), after=kill)

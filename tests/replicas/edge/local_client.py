@@ -13,7 +13,7 @@ from manta.engine.errors import EngineFailed
 from manta.engine.llm import refusal_error
 from manta.engine.request import EngineRequest, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
-from manta.replicas.edge.client import ReplicaStatus, RequestRecord, Take
+from manta.replicas.edge.client import ReplicaStatus, RequestRecord, RequestTerms, RouteNote, Take
 
 Item = RequestDelta | Exception
 
@@ -48,7 +48,9 @@ class LocalClient:
     def info(self) -> EngineInfo | None:
         return self._core.info
 
-    async def run(self, request: EngineRequest, take: Take) -> None:
+    async def run(
+        self, request: EngineRequest, take: Take, terms: RequestTerms = RequestTerms(), note: RouteNote | None = None
+    ) -> None:
         items: asyncio.Queue[Item] = asyncio.Queue()
         self._streams[request.request_id] = (asyncio.get_running_loop(), items)
         self._calls.put(lambda: self._add(request))

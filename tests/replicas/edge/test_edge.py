@@ -13,9 +13,10 @@ import httpx
 import openai
 import pytest
 
+from manta.cluster.routing.roles import Role
 from manta.engine.errors import EngineFailed, Overloaded
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
-from manta.replicas.edge.client import EngineClient, ReplicaStatus, Take
+from manta.replicas.edge.client import EngineClient, ReplicaStatus, RequestTerms, RouteNote, Take
 from tests.replicas.edge.cases import assert_envelope
 from tests.replicas.edge.local_server import LocalServer, local_server, sim_config, write_byte_model
 from tests.replicas.edge.server import CHAT, COMPLETIONS, Server, at_once, eventually
@@ -59,7 +60,9 @@ class FailingClient:
     async def render_metrics(self) -> bytes:
         raise RuntimeError("secret of the inside")
 
-    async def run(self, request: EngineRequest, take: Take) -> None:
+    async def run(
+        self, request: EngineRequest, take: Take, terms: RequestTerms = RequestTerms(), note: RouteNote | None = None
+    ) -> None:
         num_left = self._after
 
         def take_some(delta: RequestDelta) -> bool:
@@ -208,6 +211,13 @@ class TestFailures:
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
         assert answer["usage"]["completion_tokens"] == 60
 
+    def test_a_choice_that_comes_too_late_comes_late_when_others_have_begun(self, local: LocalServer) -> None:
+        client = LateOverload(local.context.client, while_in_time=True)
+        local.context.client = client
+        answer = local.server.complete("x", n=2, max_tokens=30, ignore_eos=True, deadline_s=30)
+        assert client.num_refused == 1
+        assert answer["usage"]["completion_tokens"] == 60
+
     def test_bodies_are_bounded(self, local: LocalServer) -> None:
         local.context.max_body_bytes = 1000
         reply = local.server.post(COMPLETIONS, prompt="x" * 2000)
@@ -235,16 +245,20 @@ class TestFailures:
 
 
 class LateOverload(FailingClient):
-    """Refuses the second sequence until the first one runs."""
+    """Refuses the second sequence until the first one runs, or, `while_in_time`, for as long as it has a deadline."""
 
-    def __init__(self, inner: EngineClient) -> None:
+    def __init__(self, inner: EngineClient, *, while_in_time: bool = False) -> None:
         super().__init__(inner, after=10**6, error=EngineFailed())
+        self._while_in_time = while_in_time
         self.num_refused = 0
         self._has_begun: Any = None
 
-    async def run(self, request: EngineRequest, take: Take) -> None:
+    async def run(
+        self, request: EngineRequest, take: Take, terms: RequestTerms = RequestTerms(), note: RouteNote | None = None
+    ) -> None:
         self._has_begun = has_begun = self._has_begun or asyncio.Event()
-        if request.request_id.endswith("-1") and not self.num_refused:
+        refuses = terms.deadline_s is not None if self._while_in_time else not self.num_refused
+        if request.request_id.endswith("-1") and refuses:
             await has_begun.wait()
             await asyncio.sleep(0.05)
             self.num_refused += 1
@@ -341,6 +355,35 @@ class TestStatus:
 
         local.context.cluster_status = status
         assert local.server.http.get("/cluster").json() == {"nodes": []}
+
+    def test_a_role_is_asked_for_by_name_where_roles_can_change(self, local: LocalServer) -> None:
+        body = {"replica": "a", "role": "decode"}
+        assert_envelope(local.server.http.post("/cluster/role", json=body), 404)
+        asked: list[tuple[str, str]] = []
+        local.context.set_role = lambda replica_id, role: asked.append((replica_id, role))
+        accepted = local.server.http.post("/cluster/role", json=body)
+        assert (accepted.status_code, accepted.json()) == (202, body)
+        assert asked == [("a", "decode")]
+        for wrong in ({"replica": "a", "role": "both"}, {"replica": 3, "role": "decode"}, {"role": "decode"}):
+            assert_envelope(local.server.http.post("/cluster/role", json=wrong), 400)
+        assert len(asked) == 1
+
+    def test_it_is_ready_when_every_role_has_a_replica(self, local: LocalServer) -> None:
+        class Pools(FailingClient):
+            roles = (Role.PREFILL, Role.DECODE)
+
+            def replicas(self) -> list[ReplicaStatus]:
+                return [ReplicaStatus(role, ready=True, role=role) for role in self.roles]
+
+        client = local.context.client = Pools(local.context.client, after=0, error=RuntimeError())
+        local.context.roles = (Role.PREFILL, Role.DECODE)
+        ready = local.server.http.get("/ready")
+        assert (ready.status_code, ready.json()["roles"]) == (200, {"prefill": 1, "decode": 1})
+        client.roles = (Role.DECODE,)
+        ready = local.server.http.get("/ready")
+        assert_envelope(ready, 503)
+        assert ready.json()["roles"] == {"prefill": 0, "decode": 1}
+        assert ready.json()["error"]["message"] == "No replica is ready for prefill."
 
     def test_version(self, local: LocalServer) -> None:
         assert set(local.server.http.get("/version").json()) == {"version"}

@@ -13,7 +13,7 @@ with warnings.catch_warnings():  # Ray's own, at import
     warnings.simplefilter("ignore")
     from ray.serve.exceptions import RayServeException
 
-    from manta.replicas.edge.membership import PinnedRouter
+    from manta.replicas.edge.membership import Membership, PinnedRouter
 
 
 def replicas(*names: str) -> Any:
@@ -54,3 +54,18 @@ async def test_a_call_that_was_given_up_meanwhile_stays_given_up() -> None:
     request.future.cancel()
     assert await choose(replicas("a"), request) == [["a"]]
     assert request.future.cancelled()
+
+
+async def test_members_are_those_of_all_deployments_and_each_is_known_by_its_own() -> None:
+    membership, heard = Membership(), []
+    membership.listen(heard.append)
+    membership.publish("prefill", frozenset({"a"}))
+    membership.publish("decode", frozenset({"b", "c"}))
+    membership.publish("decode", frozenset({"b", "c"}))  # Serve says it again with every routing statistic
+    membership.publish("prefill", frozenset())
+    await asyncio.sleep(0)
+    assert heard == [frozenset(), frozenset({"a"}), frozenset({"a", "b", "c"}), frozenset({"b", "c"})]
+    assert membership.ids == membership.ids_of("decode") == {"b", "c"}
+    assert membership.ids_of("prefill") == frozenset()
+    assert membership.deployment_of("c") == "decode"
+    assert membership.deployment_of("a") is None
