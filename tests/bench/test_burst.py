@@ -63,7 +63,7 @@ def test_steps_are_counted_over_all_engines_whatever_else_is_in_the_metrics() ->
         ReplicaStatus(name, ready=True, snapshot=Snapshot(), step_times=times)
         for name, times in (("a", first), ("b", second))
     ]
-    counts = burst.step_counts(EdgeMetrics("e").render(statuses, num_waiting=0).decode())
+    counts = burst.step_counts(EdgeMetrics("e").render(statuses).decode())
     assert counts == [one + other for one, other in zip(first.counts, second.counts, strict=True)]
     middle = quantile(counts, 0.5)
     assert middle is not None
