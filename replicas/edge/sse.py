@@ -26,7 +26,18 @@ MAX_GATHERED = 128
 
 _MARK = "\u0000text\u0000"
 
-encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
+_LINE_BREAKS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
+"""What Unicode calls a line break and JSON leaves as it is: many clients split an event's text there."""
+
+
+def encode_json(tree: Any) -> bytes:
+    """JSON of which no client makes two lines."""
+    data = _encode(tree)
+    if not data.isascii():
+        for char, escaped in _LINE_BREAKS:
+            data = data.replace(char, escaped)
+    return data
 
 
 def event(tree: Any) -> bytes:

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from manta.engine.request import FinishReason
 from manta.replicas.edge.direct import direct_writer
 from manta.replicas.edge.errors import SlowReader
-from manta.replicas.edge.sse import DONE, MAX_GATHERED, EventStream, Outbox
+from manta.replicas.edge.sse import DONE, MAX_GATHERED, EventStream, Outbox, TextEvent, event
 from tests.replicas.edge.local_server import LocalServer, local_server, sim_config, write_byte_model
 from tests.replicas.edge.server import eventually
 
@@ -43,6 +43,13 @@ class Client:
 async def turns(number: int = 5) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
+
+
+def test_an_event_is_one_line_also_for_clients_that_split_text_where_unicode_breaks_lines() -> None:
+    text = "a\x85b\u2028c\u2029d\ne é 漢"
+    for data in (event({"text": text}), TextEvent(lambda changed: {"text": changed}).render(text)):
+        [line, rest] = data.decode().splitlines()
+        assert (json.loads(line.removeprefix("data: ")), rest) == ({"text": text}, "")
 
 
 async def test_events_leave_within_the_turn_in_which_they_were_made() -> None:
