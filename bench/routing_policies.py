@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-class LoadRouter:
+class LoadRouter(ABC):
     """Base of those who go by load: keeps `known` up to date."""
 
     def __init__(self, replica_ids: Sequence[str]) -> None:
@@ -55,8 +56,9 @@ class LoadRouter:
     def route(self, request: SimRequest, now_s: float) -> Route | None:
         return Route(self._send(request, self.choose(request)))
 
+    @abstractmethod
     def choose(self, request: SimRequest) -> Known:
-        raise NotImplementedError
+        """Where the request goes."""
 
     def learn(self, frame: Frame, now_s: float) -> None:
         for delta in frame.deltas:

@@ -6,6 +6,7 @@ heads, head_dim]. Elements are moved as integers, so that every type of cache is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Generic, TypeVar
@@ -22,7 +23,7 @@ from .messages import KvShard
 A = TypeVar("A", np.ndarray, torch.Tensor)
 
 
-class BlockStore(Generic[A]):
+class BlockStore(ABC, Generic[A]):
     """What stores of both kinds know of their caches; A is the kind of array that they copy from and to."""
 
     def __init__(self, caches: Sequence[LayerCache], shard: KvShard) -> None:
@@ -49,9 +50,9 @@ class BlockStore(Generic[A]):
             and own_heads[0] <= heads[0] < heads[1] <= own_heads[1]
         )
 
+    @abstractmethod
     def _units(self, side: torch.Tensor) -> A:
         """Keys or values of a layer, [blocks, block_size, heads, units of a head]."""
-        raise NotImplementedError
 
     def _sides(self, layers: Span, heads: Span) -> Iterator[tuple[int, int, A]]:
         """Layer and side in a buffer, and where the heads of all blocks lie."""
