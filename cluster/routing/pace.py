@@ -37,11 +37,18 @@ class Pace(NamedTuple):
     context_token_s: float
 
 
-MORE_COLUMNS = (
-    *("block_size", "num_requests", "num_own", "num_begun", "max_num_seqs", "ready_at_s", "learned_at_s"),
-    *("kv_bytes_per_token", "transfer_bytes_s", "knows_costs", "is_prefill"),
-    "max_requests",
+GREATEST_COLUMNS = ("is_prefill", "waits", "num_too_many", "ready_at_s", "minus_learned_at_s", "minus_chunk")
+"""What a decision asks of all replicas at once, the greatest of each: whether one only computes prompts, whether it has
+prompts waiting, by how many requests it would have too many with one more, when it became ready; and with turned signs
+when it was heard last and the prompt tokens of its steps."""
+COLUMNS = (
+    *GREATEST_COLUMNS,
+    *("slot_s", "chunk", "chunk_s", "step_s", "decode_step_s", "num_decodes", "token_s", "context_token_s"),
+    *("wait_s", "spare_tokens", "token_room_s", "least_step_s", "full_step_s", "context_decodes_s", "half_pair_s"),
+    *("matched_block_size", "kv_bytes_per_token", "transfer_bytes_s"),
 )
-"""What is packed beside a pace. `transfer_bytes_s` is 0 where none is known."""
-NUM_COLUMNS = len(Pace._fields) + len(MORE_COLUMNS)
-pack_columns = struct.Struct(f"{NUM_COLUMNS}d").pack
+"""What is packed: of a pace, and what follows from it. Seconds until a prompt's turn; tokens that find room at once and
+seconds until one more does; a step's seconds at least, and those that its prompt tokens come on top of; what all
+decodes lose to a context token; half a pair's seconds; the tokens of a cached block, 0 where costs are not known, so
+that the load alone counts there. `transfer_bytes_s` is 0 where none is known."""
+pack_columns = struct.Struct(f"{len(COLUMNS)}d").pack

@@ -19,7 +19,7 @@ import numpy as np
 
 from manta.engine.step_costs import StepCosts
 
-from .cost_table import Column, CostTable, Loads
+from .cost_table import CostTable, Greatest, Loads
 from .decision import Considered, CostTerms, Decision, NoRoom, NoRoomReason, RouteRequest, RoutingSettings
 from .prefix_index import PrefixIndex
 from .replica_view import ReplicaView
@@ -59,14 +59,14 @@ def decide(
     if not views:
         return NoRoom(NoRoomReason.NO_REPLICA, UNKNOWN_WAIT_S, tuple)
     stand_in = next((view.costs for view in views if view.costs is not None), None)
-    loads = Loads.of(views, stand_in or NOMINAL)
-    if np.minimum.reduce(loads.is_prefill):  # all: better they than nobody
-        loads = loads._replace(is_prefill=np.zeros(len(views)))
-    fleet = _Fleet(request, views, loads, now_s, settings.ramp_s)
+    loads, greatest = Loads.of(views, stand_in or NOMINAL)
+    if greatest.is_prefill and np.minimum.reduce(loads.is_prefill):  # all: better they than nobody
+        loads, greatest = loads._replace(is_prefill=np.zeros(len(views))), greatest._replace(is_prefill=0.0)
+    fleet = _Fleet(request, views, loads, greatest, now_s, settings.ramp_s)
     if not fleet.can_decode:
         return fleet.no_room(is_known=stand_in is not None)
     matched = index.match(request.block_hashes)
-    table = CostTable(request, views, loads, fleet.able, matched, now_s=now_s, settings=settings)
+    table = CostTable(request, views, loads, greatest, fleet.able, matched, now_s=now_s, settings=settings)
     latest_s = math.inf  # seconds that nobody has are no reason to refuse
     if stand_in is not None:
         latest_s = settings.max_wait_s
@@ -74,19 +74,22 @@ def decide(
             latest_s = min(latest_s, request.deadline_s - now_s)
 
     def considered() -> tuple[Considered, ...]:
-        return (*table.considered(latest_s), *fleet.unable())
+        return (*table.considered(latest_s), *fleet.unable)
 
     totals, first_tokens = table.totals, table.first_tokens
-    if _must_detour(request, settings) and (is_pair := table.is_pair).any():
-        totals, first_tokens = np.where(is_pair, totals, math.inf), np.where(is_pair, first_tokens, math.inf)
-    soonest_s = float(np.minimum.reduce(first_tokens))
-    if soonest_s > latest_s:
-        reason = NoRoomReason.WAIT if soonest_s > settings.max_wait_s else NoRoomReason.DEADLINE
-        return NoRoom(reason, soonest_s, considered)
-    if np.maximum.reduce(first_tokens) > latest_s:
-        totals = np.where(first_tokens <= latest_s, totals, math.inf)
-    level = (totals <= np.minimum.reduce(totals) + settings.tie_s).nonzero()[0]
-    chosen = int(level[int(tie * len(level))])
+    if table.has_pairs and _must_detour(request, settings):
+        totals[: table.num_alone] = math.inf
+    best = int(totals.argmin())
+    if first_tokens[best] > latest_s:  # perhaps one that costs more is in time
+        soonest_s = float(first_tokens[totals < math.inf].min())
+        if soonest_s > latest_s:
+            reason = NoRoomReason.WAIT if soonest_s > settings.max_wait_s else NoRoomReason.DEADLINE
+            return NoRoom(reason, soonest_s, considered)
+        best = int(np.where(first_tokens <= latest_s, totals, math.inf).argmin())
+    level = (totals <= totals[best] + settings.tie_s).nonzero()[0].tolist()
+    if len(level) > 1:
+        level = [one for one in level if first_tokens[one] <= latest_s]
+    chosen = level[int(tie * len(level))]
     estimate = CostTerms(0) if stand_in is None else table.terms_of(chosen)
     reason = _reason(estimate, len(table), len(level), is_by_load=stand_in is None)
     replica_id, prefill_replica_id = table.replica_id(chosen), table.prefill_replica_id(chosen)
@@ -102,29 +105,33 @@ class _Fleet:
     """Which replicas may take a request, and why the others may not."""
 
     def __init__(
-        self, request: RouteRequest, views: Sequence[ReplicaView], loads: Loads, now_s: float, ramp_s: float
+        self,
+        request: RouteRequest,
+        views: Sequence[ReplicaView],
+        loads: Loads,
+        greatest: Greatest,
+        now_s: float,
+        ramp_s: float,
     ) -> None:
         self._request, self._views, self._loads = request, views, loads
-        is_able = loads.num_requests < loads.max_requests
-        if request.model_name is not None or request.excluded:
-            is_able &= [self._misfit(view) is None for view in views]
-        self.able: list[int] = is_able.nonzero()[0].tolist()
+        self.able: Sequence[int] = range(len(views))
         """Indices of the views that may."""
+        if greatest.num_too_many > 0:
+            self.able = (loads.num_too_many <= 0).nonzero()[0].tolist()
+        if request.model_name is not None or request.excluded:
+            self.able = [index for index in self.able if self._misfit(views[index]) is None]
         self._warming: frozenset[int] = frozenset()
-        age_s = now_s - loads.ready_at_s
-        if np.minimum.reduce(age_s) < ramp_s:
-            self._hold_back(age_s, ramp_s)
-
-    @property
-    def can_decode(self) -> bool:
+        if now_s - greatest.ready_at_s < ramp_s:
+            self._hold_back(now_s, ramp_s)
+        self.can_decode = bool(self.able)
         """Whether one of them runs requests to their end."""
-        return any(not self._loads.is_prefill[index] for index in self.able)
-
-    def unable(self) -> list[Considered]:
+        if greatest.is_prefill:
+            self.can_decode = not all(loads.is_prefill[index] for index in self.able)
+        self.unable: tuple[Considered, ...] = ()
         """Those that may not, each with the reason."""
-        able = set(self.able)
-        left = [index for index in range(len(self._views)) if index not in able]
-        return [Considered(self._views[index].replica_id, None, None, self._why_not(index)) for index in left]
+        if len(self.able) < len(views):
+            left = sorted({*range(len(views))} - {*self.able})
+            self.unable = tuple(Considered(views[i].replica_id, None, None, self._why_not(i)) for i in left)
 
     def no_room(self, *, is_known: bool) -> NoRoom:
         """None that decodes may: all of them are full, or there is none."""
@@ -133,20 +140,18 @@ class _Fleet:
         reason = NoRoomReason.FULL if full else NoRoomReason.NO_REPLICA
         wait_s = UNKNOWN_WAIT_S
         if full and is_known:
-            wait_s = float(np.maximum(self._loads.slot_s, self._loads.queue_s)[full].min())
-        return NoRoom(reason, wait_s, lambda: tuple(self.unable()))
+            wait_s = float(self._loads.wait_s[full].min())
+        return NoRoom(reason, wait_s, lambda: self.unable)
 
-    def _hold_back(self, age_s: Column, ramp_s: float) -> None:
+    def _hold_back(self, now_s: float, ramp_s: float) -> None:
         """One that warms up gets a few requests, more with each that began there and with time, unless no other of its
         role is left."""
-        loads = self._loads
-        most = 1 + 2 * loads.num_begun + loads.max_num_seqs * np.clip(age_s, 0.0, ramp_s) // ramp_s
-        has_enough = (age_s < ramp_s) & (loads.num_own >= most)
-        others = {self._views[index].role for index in self.able if not has_enough[index]}
+        warm = {index for index in self.able if not _has_enough(self._views[index], now_s, ramp_s)}
+        others = {self._views[index].role for index in warm}
         self._warming = frozenset(
             index
             for index in self.able
-            if has_enough[index]
+            if index not in warm
             and (self._views[index].role in others or (self._views[index].role.can_decode and Role.MIXED in others))
         )
         self.able = [index for index in self.able if index not in self._warming]
@@ -159,13 +164,17 @@ class _Fleet:
         return None
 
     def _why_not(self, index: int) -> str:
-        loads = self._loads
-        num_own, num_requests = int(loads.num_own[index]), int(loads.num_requests[index])
+        view = self._views[index]
         if index in self._warming:
-            return f"warms up: {num_own} requests are enough for now"
-        return (
-            self._misfit(self._views[index]) or f"is full: {num_requests} of {int(loads.max_requests[index])} requests"
-        )
+            return f"warms up: {view.num_own} requests are enough for now"
+        return self._misfit(view) or f"is full: {view.num_requests} of {view.max_requests} requests"
+
+
+def _has_enough(view: ReplicaView, now_s: float, ramp_s: float) -> bool:
+    """Whether it became ready lately and has as many requests as is good for one that warms up."""
+    age_s = now_s - view.ready_at_s
+    most = 1 + 2 * view.num_begun + view.max_num_seqs * max(age_s, 0.0) // ramp_s
+    return age_s < ramp_s and view.num_own >= most
 
 
 def _reason(estimate: CostTerms, num_candidates: int, num_level: int, *, is_by_load: bool) -> str:

@@ -1,8 +1,9 @@
 """Which replica holds which prefix, as far as one router knows. Block hashes and replica ids; no tokens, no clock.
 
-One dict from a block's hash to a bit mask of replicas: the longest cached prefix of all replicas is a running AND over
-a prompt's hashes. Fed by the replicas' cache events, and by what the router expects them to store. Bounded: the hashes
-that were used longest ago go first, of a prompt its last blocks before its first.
+One dict from a block's hash to a bit mask of replicas. A cache that holds a block holds all blocks before it, since it
+evicts a prompt's end before its beginning: along a prompt the masks only shrink, and where they do is found by
+bisection, with few lookups for prompts of any length. Fed by the replicas' cache events, and by what the router expects
+them to store. Bounded: the hashes that were used longest ago go first, of a prompt its last blocks before its first.
 """
 
 from __future__ import annotations
@@ -11,12 +12,9 @@ import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from operator import and_
 
 from manta.engine.prefix_cache import CacheEvents
 
-CHUNK = 64
-"""Hashes that are looked up together before the walk looks where replicas fell behind."""
 MAX_KEPT_SETS = 1024
 SWEEP_SIZE = 4096
 """Hashes that one call of `expire` cleans of replicas that are gone."""
@@ -127,23 +125,26 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Blocks of the longest cached prefix, by replica; those without any are left out."""
         found: dict[str, int] = {}
-        mask, get = self._live, self._masks.get
-        for first in range(0, len(hashes), CHUNK):
-            masks = map(get, hashes[first : first + CHUNK], itertools.repeat(0))
-            left = list(itertools.accumulate(masks, and_, initial=mask))
-            if left[-1] == mask:
-                continue
-            position = first - 1
-            for next_mask in dict.fromkeys(left):  # the different ones in order, and how long each lasts
-                if position > 0 and next_mask != mask:
-                    # All at the start, in one go: those that go on are noted again later.
-                    self._note(found, mask if mask == self._live else mask ^ next_mask, position)
-                mask = next_mask
-                position += left.count(mask)
-            if not mask:
-                return found
-        if hashes:
-            self._note(found, mask, len(hashes))
+        get, live, num_blocks = self._masks.get, self._live, len(hashes)
+        if not num_blocks or not get(hashes[0], 0) & live:
+            return found
+        whole = get(hashes[-1], 0) & live
+        # Replicas of `mask` hold the first `low` blocks; those of them that hold the first `high`, too, are in `least`.
+        parts = [(0, live, num_blocks, whole)]
+        while parts:
+            low, mask, high, least = parts.pop()
+            while mask != least:
+                if high - low == 1:
+                    if low:  # all, in one go: those that go on are noted again later
+                        self._note(found, mask if mask == live else mask ^ least, low)
+                    break
+                middle = (low + high) // 2
+                between = get(hashes[middle - 1], 0) & mask | least
+                if between != least:
+                    parts.append((middle, between, high, least))
+                high, least = middle, between
+        if whole:
+            self._note(found, whole, num_blocks)
         return found
 
     def expire(self, now_s: float) -> None:

@@ -237,22 +237,35 @@ class ReplicaView:
         return None if costs is None else self._derive(costs)
 
     def pack(self, stand_in: StepCosts) -> bytes:
-        """Pace and `MORE_COLUMNS` as `NUM_COLUMNS` float64; kept as `packed` unless the costs are not its own."""
+        """`COLUMNS` as float64; kept as `packed` unless the costs are not its own."""
         costs = self._costs
+        pace = self._derive(costs or stand_in)
+        block_size, fixed_s, num_decodes, token_s = self.block_size, pace.fixed_s, pace.num_decodes, pace.token_s
         packed = pack_columns(
-            *self._derive(costs or stand_in),
-            self.block_size,
-            self.num_requests,
-            self.num_own,
-            self.num_begun,
-            self.max_num_seqs,
+            self._role is Role.PREFILL,
+            pace.has_prompts_waiting,
+            self.num_requests + 1 - self._max_requests,
             self.ready_at_s,
-            math.inf if self.learned_at_s is None else self.learned_at_s,
+            -math.inf if self.learned_at_s is None else -self.learned_at_s,
+            -pace.chunk,
+            pace.slot_s,
+            pace.chunk,
+            pace.chunk_s,
+            pace.step_s,
+            pace.decode_step_s,
+            num_decodes,
+            token_s,
+            pace.context_token_s,
+            max(pace.queue_s, pace.slot_s),
+            (pace.free_blocks - 1) * block_size,
+            pace.block_s / block_size,
+            fixed_s + pace.weights_s,
+            fixed_s + num_decodes * token_s,
+            num_decodes * pace.context_token_s,
+            0.5 * pace.pair_s,
+            0.0 if costs is None else block_size,
             self.kv_bytes_per_token,
             self.transfer_bytes_s or 0.0,
-            costs is not None,
-            self._role is Role.PREFILL,
-            self._max_requests,
         )
         if costs is not None:
             self.packed = packed

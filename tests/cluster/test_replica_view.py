@@ -164,7 +164,6 @@ def test_what_is_packed_follows_every_change():
     changes = [
         lambda: one.sent("r", 1000, 1000, 0.0),
         lambda: one.learn(Snapshot(num_running=1), 1.0),
-        lambda: one.began("r"),
         lambda: one.ended("r"),
         lambda: setattr(one, "role", Role.PREFILL),
         lambda: setattr(one, "max_requests", 3),
