@@ -24,6 +24,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 SHORT = SamplingParams(temperature=0, max_tokens=20)
 IDS = [golden["prompt_ids"] for golden in GOLDEN]
 SHORT_TOKENS = [golden["continuation_ids"][:20] for golden in GOLDEN]
+TEN = SamplingParams(temperature=0, max_tokens=10)
+SOME, SOME_TOKENS = IDS[5:15], [golden["continuation_ids"][:10] for golden in GOLDEN[5:15]]
+"""Five raw prompts and five chats."""
 
 
 def load(**overrides: Any) -> LLM:
@@ -93,7 +96,7 @@ def test_a_warm_prefix_cache_changes_nothing_but_the_cached_tokens(llm: LLM):
 )
 def test_block_size_chunks_and_neighbours_do_not_change_tokens(overrides: dict[str, Any]):
     with load(**overrides) as llm:
-        assert [output.outputs[0].token_ids for output in llm.generate(IDS, SHORT)] == SHORT_TOKENS
+        assert [output.outputs[0].token_ids for output in llm.generate(SOME, TEN)] == SOME_TOKENS
         assert_nothing_is_held(llm)
 
 
@@ -160,15 +163,13 @@ def test_prompt_logprobs_are_the_same_cold_warm_and_chunked(llm: LLM):
 
 
 def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM):
-    text = llm.generate("Count: one, two, three,", SHORT)[0].outputs[0].text
+    whole = llm.generate("Count: one, two, three,", SHORT)[0].outputs[0]
+    text = whole.text
     for stop in (text[5:7], text[9:16], text[3:12]):
         output = llm.generate("Count: one, two, three,", SamplingParams(temperature=0, max_tokens=20, stop=(stop,)))[0]
         answer = output.outputs[0]
         assert (answer.text, answer.finish_reason, answer.stop_reason) == (text[: text.index(stop)], "stop", stop)
-        assert (
-            answer.token_ids
-            == llm.generate("Count: one, two, three,", SHORT)[0].outputs[0].token_ids[: len(answer.token_ids)]
-        )
+        assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
     assert_nothing_is_held(llm)
 
 

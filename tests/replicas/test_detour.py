@@ -303,5 +303,6 @@ async def test_an_edge_that_dies_leaves_no_ticket_behind() -> None:
             link.channel.release = lambda ticket: None  # as an edge that cannot say anything any more
         await one.fleet.router.close()
         one.prefill.may_step.set()
+        task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await become_true(lambda: not one.decode.expected)
