@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from manta.autoscaling.serve_policy import DEPLOYMENT as AUTOSCALER
+from manta.autoscaling.serve_policy import Autoscaler
+from manta.autoscaling.steering import PoolLimits, SteeringSettings
 from manta.cluster.discover import discover, what_pools_miss
 from manta.cluster.placement import CannotPlace, demand, place_pools
 from manta.cluster.spec import GangSpec, PoolSpec
@@ -26,6 +29,8 @@ from manta.replicas.cluster_keys import cluster_keys
 from manta.replicas.deployment import Edge, EdgeSettings, EngineReplica
 from manta.replicas.edge.membership import ROUTER_CLASS
 from manta.replicas.edge.router import RouterLimits
+from manta.replicas.edge.tracing import check_installed as check_traces
+from manta.replicas.exposition import Observability
 
 from .checks import locate_all
 from .config import DeployConfig, Pool, ServingConfig, load_config, pools_of
@@ -35,7 +40,10 @@ from .traffic_config import default_tenant, tenant_keys, tenant_of
 
 logger = logging.getLogger(__name__)
 
+EDGE = "edge"
+"""Name of the edges' deployment."""
 EDGE_CPUS = 0.2
+AUTOSCALER_CPUS = 0.1
 REPLICA_CPUS = 0.1
 RANK_CPUS = 0.5
 """Shares, not cores: a laptop with two cores must have room for an edge and an engine."""
@@ -67,12 +75,14 @@ def build_app(config: DeployConfig) -> serve.Application:
 
     Nodes may join later: what has no room waits. Raises ConfigError when no split of the model is possible.
     """
+    if config.observability.traces_endpoint is not None:
+        check_traces()
     keys = cluster_keys()
     planned, serving = plan(config, _topology()), config.serving
     for pool in planned:
         logger.info("%s: %s", pool.spec.name, pool.reason)
     edge: Any = serve.deployment(
-        name="edge",
+        name=EDGE,
         num_replicas=serving.num_edges,
         ray_actor_options={"num_cpus": EDGE_CPUS},
         max_ongoing_requests=MAX_ONGOING,
@@ -80,6 +90,7 @@ def build_app(config: DeployConfig) -> serve.Application:
         graceful_shutdown_timeout_s=serving.edge_drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(Edge)
+    scaling = config.autoscaling
     settings = EdgeSettings(
         model=config.engine.model,
         api_keys=serving.api_keys,
@@ -98,8 +109,58 @@ def build_app(config: DeployConfig) -> serve.Application:
         default_tenant=default_tenant(serving.tenants),
         deadline_s=serving.deadline_s,
         pools=tuple(pool.spec for pool in planned),
+        slo=config.slo.slo(),
+        observability=Observability(
+            aliases=config.observability.metrics_aliases,
+            dollars_per_gpu_hour=config.observability.gpu_dollars_per_hour,
+            traces_endpoint=config.observability.traces_endpoint,
+            traces_share=config.observability.traces_share,
+        ),
+        holds_at_zero=scaling.enabled and any(pool.min_replicas == 0 for pool in pools_of(config)),
     )
-    return edge.bind(settings, keys, *(_engines(pool, keys, serving) for pool in planned))
+    engines = [_engines(pool, keys, serving) for pool in planned]
+    if not scaling.enabled:
+        return edge.bind(settings, keys, *engines)
+    return edge.bind(settings, keys, *engines, autoscaler=_autoscaler(config, planned))
+
+
+def _autoscaler(config: DeployConfig, planned: Sequence[PlannedPool]) -> Any:
+    """The bound deployment of the one autoscaler."""
+    limits = {pool.name: pool for pool in pools_of(config)}
+    settings = SteeringSettings(
+        model=config.engine.model.served_model_name or config.engine.model.model,
+        pools=tuple(
+            PoolLimits(
+                name=one.spec.name,
+                role=one.spec.role,
+                min_replicas=limits[one.spec.name].min_replicas,
+                max_replicas=limits[one.spec.name].max_replicas,
+                gpus_per_replica=_budgeted_gpus(config, one),
+            )
+            for one in planned
+        ),
+        policy=config.autoscaling.policy_settings(config.slo.slo()),
+        gpu_budget=config.autoscaling.gpu_budget,
+        period_s=config.autoscaling.period_s,
+    )
+    deployment: Any = serve.deployment(
+        name=AUTOSCALER,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": AUTOSCALER_CPUS},
+        max_ongoing_requests=MAX_ONGOING,
+        health_check_period_s=5.0,
+        graceful_shutdown_timeout_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(Autoscaler)
+    return deployment.bind(settings, EDGE)
+
+
+def _budgeted_gpus(config: DeployConfig, pool: PlannedPool) -> float:
+    """What a replica counts for: the GPUs it asks for; where it asks for none, one a device of the model's split."""
+    if config.autoscaling.gpus_per_replica is not None:
+        return config.autoscaling.gpus_per_replica
+    gang, parallel = pool.spec.gang, pool.engine.parallel
+    return gang.world_size * gang.gpus_per_rank or float(parallel.num_ranks)
 
 
 def _engines(pool: PlannedPool, keys: KeyPair, serving: ServingConfig) -> Any:

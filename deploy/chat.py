@@ -53,6 +53,24 @@ class ServerClient:
             raise ServerError(_error_sentence(response))
         return response.json()
 
+    def autoscaling(self) -> dict[str, Any] | None:
+        """Body of /autoscaling; None from a server whose number of replicas is fixed."""
+        with self._client() as client, self._plain_errors():
+            response = client.get("/autoscaling")
+        if response.status_code == 404:
+            return None
+        if response.status_code != 200:
+            raise ServerError(_error_sentence(response))
+        return response.json()
+
+    def metrics(self) -> str:
+        """Body of /metrics, as Prometheus text."""
+        with self._client() as client, self._plain_errors():
+            response = client.get("/metrics")
+        if response.status_code != 200:
+            raise ServerError(_error_sentence(response))
+        return response.text
+
     def set_role(self, replica_id: str, role: str) -> None:
         """Ask for another role of a replica. Raises ServerError with what the server says against it."""
         with self._client() as client, self._plain_errors():

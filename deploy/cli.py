@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from .advise_cli import advise_command
 from .bench_cli import Overrides, bench_app, eval_app, profile_command
 from .chaos_cli import chaos_command
 from .cluster_cli import cluster_app
+from .observe_cli import dashboards_app, plot_spike_command, top_command
+from .plan_cli import plan_command
+from .simulate_cli import simulate_command
+from .spike_cli import spike_command
 
 if TYPE_CHECKING:
     from .chat import ServerClient
@@ -33,6 +38,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(dashboards_app, name="dashboards")
 
 Target = Annotated[
     str | None,
@@ -74,10 +80,14 @@ def serve_command(
     target: Target = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    metrics_aliases: Annotated[
+        str | None, typer.Option(help="vllm: /metrics shows vLLM's names, too, for dashboards that know them.")
+    ] = None,
     overrides: Overrides = None,
 ) -> int:
     """Serve a model over HTTP (OpenAI's API) on Ray Serve, until Ctrl-C."""
-    config, settings = _deploy_config(target, overrides, {"serving.host": host, "serving.port": port})
+    options = {"serving.host": host, "serving.port": port, "observability.metrics_aliases": metrics_aliases}
+    config, settings = _deploy_config(target, overrides, options)
 
     from rich.console import Console
 
@@ -246,6 +256,12 @@ def version_command() -> None:
 
 app.command("profile")(profile_command)
 app.command("chaos")(chaos_command)
+app.command("top")(top_command)
+bench_app.command("plot-spike")(plot_spike_command)
+bench_app.command("spike")(spike_command)
+app.command("advise")(advise_command)
+app.command("plan")(plan_command)
+app.command("simulate")(simulate_command)
 
 
 def _deploy_config(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from manta.cluster.routing.roles import Role
 from manta.engine.config import EngineConfig, Section, known_fields, resolve_name, with_overrides
 from manta.engine.errors import ConfigError
 
+from .autoscaling_config import AutoscalingConfig, SloConfig
+from .observability_config import ObservabilityConfig
 from .traffic_config import RoutingConfig, TenantConfig, check_tenants
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
@@ -28,6 +30,9 @@ CONFIGS_DIR = Path(__file__).parent / "configs"
 
 ENGINE = "engine"
 """Name in Serve of the one deployment of engines where there are no pools."""
+
+QUESTIONS = {"plan": "manta plan", "simulate": "manta simulate"}
+"""Sections that make a file a question, and the command that answers it: no such file describes a server."""
 
 _PATH_FIELDS = ("model", "tokenizer", "chat_template")
 
@@ -39,7 +44,7 @@ class ServingConfig(Section):
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
     )
     port: int = Field(default=8000, ge=1, le=65535)
-    num_replicas: int = Field(default=1, ge=1, description="engine replicas")
+    num_replicas: int = Field(default=1, ge=1, description="engine replicas; with autoscaling, at the beginning")
     gpus_per_rank: float = Field(
         default=1.0, gt=0, le=1, description="of each rank of a replica on GPUs; below 1, ranks share a GPU (slowly)"
     )
@@ -107,7 +112,9 @@ class PoolConfig(Section):
 
     full_names_only = True
 
-    num_replicas: int = Field(default=1, ge=1, description="replicas of the pool")
+    num_replicas: int = Field(default=1, ge=1, description="replicas of the pool; with autoscaling, at the beginning")
+    min_replicas: int | None = Field(default=None, ge=0, description="default: autoscaling.min_replicas")
+    max_replicas: int | None = Field(default=None, ge=1, description="default: autoscaling.max_replicas")
     tensor_parallel_size: int | Literal["auto"] | None = Field(
         default=None, description="of each replica of the pool; default: engine.parallel's"
     )
@@ -137,6 +144,9 @@ class DeployConfig(Section):
     engine: EngineConfig = EngineConfig()
     serving: ServingConfig = ServingConfig()
     pools: PoolsConfig = PoolsConfig()
+    slo: SloConfig = SloConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,15 @@ class Pool:
     num_replicas: int
     gpus_per_rank: float
     node_labels: Mapping[str, str]
+    min_replicas: int = 1
+    max_replicas: int = 1
+    """With autoscaling, between which the number of replicas moves."""
+    is_scaled: bool = False
+
+    @property
+    def most_replicas(self) -> int:
+        """That there may ever be."""
+        return self.max_replicas if self.is_scaled else self.num_replicas
 
 
 def pools_of(config: DeployConfig) -> tuple[Pool, ...]:
@@ -160,7 +179,14 @@ def pools_of(config: DeployConfig) -> tuple[Pool, ...]:
     serving, prefill, decode = config.serving, config.pools.prefill, config.pools.decode
     if prefill is None and decode is None:
         return (
-            Pool(ENGINE, Role.MIXED, config.engine, serving.num_replicas, serving.gpus_per_rank, serving.node_labels),
+            _within_limits(
+                config,
+                Pool(
+                    *(ENGINE, Role.MIXED, config.engine, serving.num_replicas, serving.gpus_per_rank),
+                    *(serving.node_labels, config.autoscaling.min_replicas, config.autoscaling.max_replicas),
+                ),
+                "serving.num_replicas",
+            ),
         )
     if prefill is None or decode is None:
         given, missing = ("decode", "prefill") if prefill is None else ("prefill", "decode")
@@ -191,7 +217,24 @@ def _pool(config: DeployConfig, name: str, role: Role, pool: PoolConfig) -> Pool
     if pool.gpu is not None:
         labels[GPU_LABEL] = pool.gpu
     gpus_per_rank = config.serving.gpus_per_rank if pool.gpus_per_rank is None else pool.gpus_per_rank
-    return Pool(name, role, engine, pool.num_replicas, gpus_per_rank, labels)
+    scaling = config.autoscaling
+    least = scaling.min_replicas if pool.min_replicas is None else pool.min_replicas
+    most = scaling.max_replicas if pool.max_replicas is None else pool.max_replicas
+    found = Pool(name, role, engine, pool.num_replicas, gpus_per_rank, labels, least, most)
+    return _within_limits(config, found, f"pools.{name}.num_replicas")
+
+
+def _within_limits(config: DeployConfig, pool: Pool, field: str) -> Pool:
+    """With autoscaling: begins with as many replicas as there may be. Raises ConfigError for any other number."""
+    if not config.autoscaling.enabled:
+        return pool
+    if not pool.min_replicas <= pool.num_replicas <= pool.max_replicas:
+        raise ConfigError(
+            f"{field} = {pool.num_replicas} is outside min_replicas = {pool.min_replicas} and max_replicas = "
+            f"{pool.max_replicas} of the pool: autoscaling begins with that many",
+            field=field,
+        )
+    return replace(pool, is_scaled=True)
 
 
 def _check_alike(prefill: Pool, decode: Pool) -> None:
@@ -234,7 +277,7 @@ def load_config(
     if target is not None:
         file = config_file(target)
         config = (
-            with_overrides(config, _flat(read_yaml(file), (), dict(known_fields(DeployConfig))))
+            with_overrides(config, _flat(_server_tree(file), (), dict(known_fields(DeployConfig))))
             if file is not None
             else with_overrides(config, {"engine.model.model": target})
         )
@@ -248,19 +291,31 @@ def load_engine_config(model: str | None, overrides: Mapping[str, Any] | None = 
     return load_config(model, overrides).engine
 
 
+def _server_tree(file: Path) -> dict[str, Any]:
+    tree = read_yaml(file)
+    for name, command in QUESTIONS.items():
+        if name in tree:
+            raise ConfigError(
+                f"{file.name} is no configuration of a server: its section `{name}` is for "
+                f"`{command} --config {file.name}`"
+            )
+    return tree
+
+
 def config_file(target: str) -> Path | None:
     """The YAML file that `target` means, or None when it means a model. Raises ConfigError if the file is missing."""
     if Path(target).suffix in (".yaml", ".yml"):
         if not Path(target).is_file():
             raise ConfigError(f"there is no configuration file {target!r}; bundled ones: {', '.join(bundled())}")
         return Path(target)
-    bundled_file = CONFIGS_DIR / f"{target}.yaml"
-    return bundled_file if target in bundled() else None
+    names = {file.stem for file in CONFIGS_DIR.glob("*.yaml")}
+    return CONFIGS_DIR / f"{target}.yaml" if target in names else None
 
 
 def bundled() -> list[str]:
-    """Names of the configurations that come with the package."""
-    return sorted(file.stem for file in CONFIGS_DIR.glob("*.yaml"))
+    """Names of the servers' configurations that come with the package."""
+    files = CONFIGS_DIR.glob("*.yaml")
+    return sorted(file.stem for file in files if not QUESTIONS.keys() & read_yaml(file).keys())
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

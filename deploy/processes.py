@@ -19,8 +19,11 @@ MARK = "MANTA_INSTANCE"
 
 
 def start_janitor(instance: str, folder: Path) -> subprocess.Popen[bytes]:
-    """A process that cleans up when this one ends without having called `dismiss_janitor`."""
-    command = [sys.executable, "-m", "manta.deploy.processes", instance, str(folder)]
+    """A process that cleans up when this one ends without having called `dismiss_janitor`.
+
+    It belongs to no instance itself: the janitor of another one, which this process may be part of, leaves it alone.
+    """
+    command = ["env", "-u", MARK, sys.executable, "-m", "manta.deploy.processes", instance, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 

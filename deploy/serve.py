@@ -36,6 +36,7 @@ from .checks import (
 )
 from .config import DeployConfig, pools_of
 from .progress import Progress
+from .prometheus_local import LocalPrometheus, prometheus_beside, wanted
 from .ray_local import LocalRay
 from .ray_node import own_labels
 from .settings import Settings
@@ -101,6 +102,7 @@ def serve(config: DeployConfig, user: Settings, console: Console) -> int:
     signals.install()
     try:
         config = locate_all(config, user)
+        wanted(config.observability)  # whether what must be there is there: said before anything starts
         if config.serving.ray_address is None:
             return _serve_alone(config, user, console, signals)
         return _serve_joined(config, console, signals)
@@ -123,7 +125,7 @@ def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals
             "other alone; to join it instead: --set serving.ray_address=auto",
             highlight=False,
         )
-    num_ranks = sum(pool.num_replicas * num_ranks_of(pool.engine) for pool in pools_of(config))
+    num_ranks = sum(pool.most_replicas * num_ranks_of(pool.engine) for pool in pools_of(config))
     num_cpus = (os.cpu_count() or 1) + 2 * (num_ranks + config.serving.num_edges)
     local = LocalRay(num_cpus=num_cpus, use_haproxy=use_haproxy, labels=own_labels())
     try:
@@ -133,8 +135,9 @@ def _serve_alone(config: DeployConfig, user: Settings, console: Console, signals
             signals.install()
             _raise_if_stopped(signals)
             server = _start_app(config, signals, progress)
-        server.announce(console, proxy="HAProxy" if use_haproxy else "Ray Serve's proxy", logs=local.logs)
-        return server.wait_and_drain(console, signals)
+        with server.watched(console):
+            server.announce(console, proxy="HAProxy" if use_haproxy else "Ray Serve's proxy", logs=local.logs)
+            return server.wait_and_drain(console, signals)
     except (Stopped, SystemExit):  # Ray's own handler turns a SIGTERM during ray.init into a SystemExit
         console.print("Stopped before the server was ready.")
         return 130
@@ -161,8 +164,9 @@ def _serve_joined(config: DeployConfig, console: Console, signals: StopSignals) 
         has_deployed = True
         with Progress(console) as progress:
             server = _start_app(config, signals, progress)
-        server.announce(console, proxy="the proxy of the Ray that was joined", logs=None)
-        return server.wait_and_drain(console, signals)
+        with server.watched(console):
+            server.announce(console, proxy="the proxy of the Ray that was joined", logs=None)
+            return server.wait_and_drain(console, signals)
     except Stopped:
         console.print("Stopped before the server was ready.")
         return 130
@@ -196,7 +200,13 @@ def _start_app(config: DeployConfig, signals: StopSignals, progress: Progress) -
     _check_address(config)
     _raise_if_stopped(signals)
     progress.begin("engine and edge processes")
-    target = ray_serve.RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=logging_config)
+    target = ray_serve.RunTarget(
+        build_app(config),
+        name=APP_NAME,
+        route_prefix="/",
+        logging_config=logging_config,
+        external_scaler_enabled=config.autoscaling.enabled,
+    )
     (handle,) = ray_serve.run_many([target], wait_for_applications_running=False)
     until = time.monotonic() + config.serving.startup_timeout_s
     _wait_running(signals, progress, until, room_question(config, APP_NAME))
@@ -323,6 +333,15 @@ class Server:
                     problem = str(error) or type(error).__name__
                 time.sleep(POLL_S)
         raise StartFailed(f"the server does not answer at {self.url}: {problem}")
+
+    def watched(self, console: Console) -> contextlib.AbstractContextManager[LocalPrometheus | None]:
+        """A Prometheus beside it while this is entered, where one is wanted."""
+        return prometheus_beside(
+            self._config.observability,
+            server_url=self.url,
+            server_port=self._config.serving.port,
+            say=lambda text: console.print(text, highlight=False, markup=False),
+        )
 
     def announce(self, console: Console, *, proxy: str, logs: Path | None) -> None:
         """Print where it is, what memory it took and how to try it."""

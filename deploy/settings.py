@@ -5,6 +5,7 @@ Variables of Manta:
 - `MANTA_HOME`: folder for models, logs and profiles; default `~/.cache/manta`.
 - `MANTA_API_KEY`: the key that `manta serve` asks for and that `manta chat` and `manta status` send.
 - `MANTA_URL`: the server that `manta chat` and `manta status` talk to; default `http://127.0.0.1:8000`.
+- `MANTA_GRAFANA_TOKEN`: the token of a Grafana service account, for `manta dashboards`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Settings:
     home: Path
     url: str = DEFAULT_URL
     api_key: str | None = field(default=None, repr=False)
+    grafana_token: str | None = field(default=None, repr=False)
 
     @property
     def models_dir(self) -> Path:
@@ -52,7 +54,12 @@ class Settings:
         url = (environ.get("MANTA_URL") or DEFAULT_URL).rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"MANTA_URL = {url!r} must start with http:// or https://", field="MANTA_URL")
-        return cls(home=home, url=url, api_key=environ.get("MANTA_API_KEY") or None)
+        return cls(
+            home=home,
+            url=url,
+            api_key=environ.get("MANTA_API_KEY") or None,
+            grafana_token=environ.get("MANTA_GRAFANA_TOKEN") or None,
+        )
 
 
 def ray_token_file(environ: Mapping[str, str] | None = None) -> Path:

@@ -72,6 +72,17 @@ class EngineCore:
         """Whether `step` has something to do now. Requests may wait for KV though it has not: for `poll`, then."""
         return bool(self._in_flight) or (self.scheduler.has_unfinished and not self._is_blocked)
 
+    def watch(
+        self,
+        *,
+        on_step: Callable[[StepStats], None],
+        on_start: Callable[[str], None],
+        on_end: Callable[[str, int], None],
+    ) -> None:
+        """Be told of each finished step, of each request that is computed for the first time, and of each that has all
+        its output tokens (how many), before its last delta is returned."""
+        self.on_step, self.scheduler.on_start, self.scheduler.on_end = on_step, on_start, on_end
+
     @property
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
         """Sockets and file descriptors that are readable when `poll` has something to bring in."""
@@ -211,6 +222,7 @@ class EngineCore:
             num_prefill_tokens=shape.num_prefill_tokens,
             num_decode_seqs=shape.num_decode_seqs,
             num_context_tokens=shape.num_decode_context_tokens,
+            num_prefill_pairs=shape.num_prefill_pairs,
             schedule_s=step.schedule_s,
             launch_s=step.launch_s,
             wait_s=wait_s,

@@ -110,6 +110,10 @@ class Scheduler:
         self.set_aside = SetAside(cache, hasher if limits.enable_prefix_caching else None)
         self.on_lost: Callable[[Sequence], None] = lambda sequence: None
         """Told, before it happens, that a sequence loses its blocks or ends unfinished."""
+        self.on_start: Callable[[str], None] = lambda request_id: None
+        """Told of a request when something of it is computed for the first time."""
+        self.on_end: Callable[[str, int], None] = lambda request_id, num_output_tokens: None
+        """Told of a request that has all its output tokens, and how many those are."""
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._provided: list[tuple[tuple[int, int], Sequence]] = []
         """Those that wait and have their blocks: nothing that the others wait for but a slot."""
@@ -465,6 +469,7 @@ class Scheduler:
             sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_cached_tokens
+            self.on_start(sequence.request.request_id)
         bisect.insort(self._running, sequence, key=lambda s: s.order)
         request = sequence.request
         step.new.append(
@@ -568,6 +573,7 @@ class Scheduler:
         if not delta.token_ids:
             self._add_first_facts(sequence, delta)
         delta.finish_reason = reason
+        self.on_end(sequence.request.request_id, len(sequence.token_ids) - sequence.num_prompt_tokens)
         self._finish(sequence)
         self.num_finished += 1
         return delta

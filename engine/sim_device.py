@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .config import EngineConfig, max_num_seqs_of
 from .errors import ConfigError
 from .kv_transfer.messages import KvShard
@@ -14,12 +12,10 @@ from .model_shape import ModelShape
 from .parallel.member import GangSeat
 from .sim import SimRunner, fixed_step_s
 from .started_device import StartedDevice, step_times
-from .step_time import BYTES_PER_ELEMENT, Hardware, StepShape, hardware_named
+from .step_time import BYTES_PER_ELEMENT, StepShape, hardware_named
 
 MOST_BLOCKS = 2**17
 """A block costs the host memory, however large the device is that is simulated."""
-TENSOR_EFFICIENCY = 0.85
-"""Of the speed of all ranks that share layers, what is left beside their exchanges. Assumed, not measured."""
 
 
 def start_simulated(
@@ -34,17 +30,18 @@ def start_simulated(
     step_s = fixed_step_s(config.device)
     name = "h200" if step_s is not None else config.device.partition(":")[2] or "h200"
     tp_size, pp_size = config.parallel.tp_size, config.parallel.pp_size
-    hardware = _together(hardware_named(name), tp_size=tp_size, pp_size=pp_size)
+    hardware = hardware_named(name)
     dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
     model = step_times(config, shape, hardware, dtype)
     weight_bytes = shape.num_parameters * BYTES_PER_ELEMENT[dtype]
     block_size = config.cache.block_size or 64
     block_bytes = model.kv_bytes_per_token * block_size
-    room = int(hardware.memory_bytes * config.cache.memory_fraction) - weight_bytes
+    memory_bytes = hardware.memory_bytes * tp_size * pp_size
+    room = int(memory_bytes * config.cache.memory_fraction) - weight_bytes
     if room < 2 * block_bytes and config.cache.num_blocks is None:
         raise ConfigError(
-            f"{weight_bytes / 1e9:.1f} GB of weights do not fit {hardware.name}'s "
-            f"{hardware.memory_bytes / 1e9:.0f} GB with memory_fraction {config.cache.memory_fraction}",
+            f"{weight_bytes / 1e9:.1f} GB of weights do not fit {_ranks_name(hardware.name, tp_size * pp_size)}'s "
+            f"{memory_bytes / 1e9:.0f} GB with memory_fraction {config.cache.memory_fraction}",
             field="device",
         )
     most_blocks = MOST_BLOCKS
@@ -102,16 +99,6 @@ def start_simulated(
     )
 
 
-def _together(hardware: Hardware, *, tp_size: int, pp_size: int) -> Hardware:
-    """Ranks as one device. Those that share layers work on a step side by side, but for what they exchange; stages work
-    on it one after the other (SimRunner overlaps them)."""
-    if tp_size == 1:
-        return replace(hardware, memory_bytes=hardware.memory_bytes * pp_size)
-    speedup = tp_size * TENSOR_EFFICIENCY
-    return replace(
-        hardware,
-        name=f"{hardware.name} x {tp_size}",  # profiles of one GPU do not apply
-        memory_bandwidth=hardware.memory_bandwidth * speedup,
-        matrix_flops=hardware.matrix_flops * speedup,
-        memory_bytes=hardware.memory_bytes * tp_size * pp_size,
-    )
+def _ranks_name(name: str, num_ranks: int) -> str:
+    """How a gang's devices are named together."""
+    return name if num_ranks == 1 else f"{name} x {num_ranks}"

@@ -72,8 +72,15 @@ class StartedDevice:
 
 def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel:
     """Measured here, measured elsewhere on the same GPU, or from the peaks alone."""
-    folder = config.scheduler.step_profiles
-    return StepTimeModel.known(shape, hardware, dtype=dtype, profile_folders=[] if folder is None else [Path(folder)])
+    folder, parallel = config.scheduler.step_profiles, config.parallel
+    return StepTimeModel.known(
+        shape,
+        hardware,
+        dtype=dtype,
+        profile_folders=[] if folder is None else [Path(folder)],
+        tp=parallel.tp_size,
+        pp=parallel.pp_size,
+    )
 
 
 def start_device(

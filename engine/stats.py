@@ -66,6 +66,8 @@ class StepStats(msgspec.Struct, kw_only=True, frozen=True):
     num_decode_seqs: int
     num_context_tokens: int
     """KV-cache tokens that attention reads."""
+    num_prefill_pairs: int = 0
+    """Query-key pairs of the prefills' attention."""
     schedule_s: float
     launch_s: float
     wait_s: float

@@ -19,6 +19,7 @@ from manta.engine.request import EngineRequest, Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 
 from .channel import Address, ChannelLost, KeyPair, ReplicaLeaves, decode_down, encode, set_common_options
+from .engine_times import EngineTimes
 from .heartbeat import SILENCE_S, decode_beat
 from .protocol import (
     PROTOCOL_VERSION,
@@ -126,6 +127,7 @@ class ChannelClient:
         self.role = Role.MIXED
         """What the replica said last that it is for."""
         self.step_times = StepHistogram()
+        self.times = EngineTimes()
         self.is_draining = self._has_left = False
         self.num_frames = 0
         self.last_frame_at_s = self._heard_at_s = time.monotonic()
@@ -282,6 +284,8 @@ class ChannelClient:
             self.snapshot = frame.snapshot
         if frame.step_times is not None:
             self.step_times = frame.step_times
+        if frame.times is not None:
+            self.times = frame.times
         streams = self._streams
         # Refusals first: a request with several sequences shows nothing when one of them is refused at the start.
         for refusal in frame.refusals:

@@ -34,6 +34,7 @@ from .channel import (
 )
 from .channel_events import CacheFeed
 from .connected_edge import ConnectedEdge
+from .engine_times import EngineTimes
 from .heartbeat import Heartbeat
 from .protocol import (
     PROTOCOL_VERSION,
@@ -91,6 +92,7 @@ class ChannelServer:
         """What edges that are gone would have to ask for."""
         self._snapshot = Snapshot()
         self._step_times: StepHistogram | None = None
+        self._times: EngineTimes | None = None
         self._step_costs: StepCosts | None = None
         self._is_draining = False
         self._role = Role.MIXED
@@ -154,6 +156,7 @@ class ChannelServer:
         *,
         snapshot: Snapshot,
         step_times: StepHistogram | None = None,
+        times: EngineTimes | None = None,
         step_costs: StepCosts | None = None,
         cache_events: CacheEvents | None = None,
         cached: CacheEvents | None = None,
@@ -163,7 +166,7 @@ class ChannelServer:
 
         `cache_events` are changes; `cached`, when it is needed, is everything after those changes.
         """
-        self._snapshot, self._step_times, self._step_costs = snapshot, step_times, step_costs
+        self._snapshot, self._step_times, self._times, self._step_costs = snapshot, step_times, times, step_costs
         for delta in deltas:
             edge = self._owner.get(delta.request_id)
             if edge is not None:
@@ -290,6 +293,7 @@ class ChannelServer:
             refusals=edge.refusals,
             snapshot=self._snapshot,
             step_times=self._step_times if with_step_times else None,
+            times=self._times if with_step_times else None,
             step_costs=self._step_costs if with_step_times else None,
             cache_events=None if edge.feed is None else edge.feed.report(),
             draining=self._is_draining,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
@@ -14,11 +14,12 @@ from manta.cluster.routing.roles import Role
 from manta.engine.loop_gc import LoopGc
 from manta.engine.prefix_cache import CacheEvents
 from manta.engine.request import EngineRequest, Refusal, RefusalReason, RequestDelta
-from manta.engine.stats import Snapshot
+from manta.engine.stats import EngineInfo, Snapshot, StepStats
 from manta.engine.step_costs import StepCosts
 
 from .channel import FRAME_INTERVAL_S
 from .channel_server import ChannelServer
+from .engine_times import EngineWatch
 from .protocol import Cancel, Drain, Expect, Release, SetRole, Submit
 from .step_histogram import StepHistogram
 
@@ -31,6 +32,8 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
+    def info(self) -> EngineInfo: ...
+    @property
     def step_costs(self) -> StepCosts | None: ...
     @property
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]: ...
@@ -42,6 +45,13 @@ class Core(Protocol):
     def step(self) -> list[RequestDelta]: ...
     def prepare_more(self) -> bool: ...
     def snapshot(self) -> Snapshot: ...
+    def watch(
+        self,
+        *,
+        on_step: Callable[[StepStats], None],
+        on_start: Callable[[str], None],
+        on_end: Callable[[str, int], None],
+    ) -> None: ...
     def take_cache_events(self) -> CacheEvents | None: ...
     def all_cache_events(self) -> CacheEvents: ...
 
@@ -69,6 +79,12 @@ class EngineLoop:
         server.set_role(role)
         self._can_prepare = False
         self._step_times = StepHistogram()
+        self._watch = watch = EngineWatch()
+        core.watch(
+            on_step=watch.step_finished,
+            on_start=lambda request_id: watch.started(request_id, time.monotonic()),
+            on_end=watch.ended,
+        )
         self._step_ended_at_s: float | None = None
         """End of the last step, when the next one follows without a pause."""
         self._stop = threading.Event()
@@ -111,6 +127,7 @@ class EngineLoop:
             refusals,
             snapshot=snapshot,
             step_times=self._step_times,
+            times=self._watch.times,
             step_costs=core.step_costs,
             cache_events=cache_events,
             cached=core.all_cache_events() if server.needs_cached else None,
@@ -122,6 +139,7 @@ class EngineLoop:
     def _obey(self, command: Cancel | Drain | Expect | Release | SetRole) -> None:
         if isinstance(command, Cancel):
             self._core.cancel(command.request_id)
+            self._watch.cancelled(command.request_id)
         elif isinstance(command, Expect):
             if not self._is_draining:
                 self._core.expect(command.ticket, command.prompt_token_ids, command.cache_salt)
@@ -151,8 +169,10 @@ class EngineLoop:
     def _step(self) -> list[RequestDelta]:
         deltas = self._core.step()
         now_s = time.monotonic()
-        if self._step_ended_at_s is not None:
-            self._step_times.add(now_s - self._step_ended_at_s)
+        gap_s = None if self._step_ended_at_s is None else now_s - self._step_ended_at_s
+        if gap_s is not None:
+            self._step_times.add(gap_s)
+        self._watch.stepped(deltas, now_s, gap_s=gap_s, costs=self._core.info.step_costs or self._core.step_costs)
         self._step_ended_at_s, self._can_prepare = now_s, True
         self._gc.step_done()
         return deltas
@@ -169,4 +189,7 @@ class EngineLoop:
         if self._is_draining:
             message = "This replica is leaving." if self._is_leaving else f"This replica will be {self._next_role}."
             return Refusal(request_id=request.request_id, reason=RefusalReason.DRAINING, message=message)
-        return self._core.add(request)
+        refusal = self._core.add(request)
+        if refusal is None:
+            self._watch.submitted(request, time.monotonic())
+        return refusal

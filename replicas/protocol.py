@@ -14,9 +14,10 @@ from manta.engine.request import EngineRequest, Refusal, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.engine.step_costs import StepCosts
 
+from .engine_times import EngineTimes
 from .step_histogram import StepHistogram
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
@@ -106,6 +107,8 @@ class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     snapshot: Snapshot | None = None
     step_times: StepHistogram | None = None
     """Now and then: with the first frame after each interval between heartbeats."""
+    times: EngineTimes | None = None
+    """As often."""
     step_costs: StepCosts | None = None
     """As often, where the engine learns them from its steps."""
     cache_events: CacheEvents | None = None

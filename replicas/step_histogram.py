@@ -22,9 +22,9 @@ class StepHistogram(msgspec.Struct):
     """One for each of BOUNDS_S, then that of longer steps."""
     sum_s: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += times
+        self.sum_s += seconds * times
 
 
 def quantile(counts: Sequence[float], share: float) -> float | None:

@@ -17,7 +17,7 @@ class RoutingSettings:
     interference_weight: float = 0.005
     """What a second counts that a running decode loses: when 200 of them stall, that counts once. More makes replicas
     with many decodes repel prompts, and loads uneven."""
-    work_weight: float = 4.0
+    work_weight: float = 5.0
     """What a second of computing the prompt counts on top while all replicas have prompts waiting, which it delays; in
     proportion while some have."""
     affinity_s: float = 0.01

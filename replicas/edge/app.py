@@ -44,8 +44,10 @@ def create_app(context: EdgeContext) -> App:
             Route("/health", status.health, methods=["GET"]),
             Route("/ready", status.ready, methods=["GET"]),
             Route("/cluster", status.cluster, methods=["GET"]),
+            Route("/autoscaling", status.autoscaling, methods=["GET"]),
             Route("/cluster/role", status.set_role, methods=["POST"]),
             Route("/metrics", status.metrics, methods=["GET"]),
+            Route("/metrics/targets", status.metrics_targets, methods=["GET"]),
             Route("/explain/{request_id}", status.explain, methods=["GET"]),
             Route("/version", status.version, methods=["GET"]),
         ]

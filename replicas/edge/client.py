@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from manta.cluster.routing.admission import Tenant
 from manta.cluster.routing.roles import Role
+from manta.cluster.scaling import ScalingStatus
 from manta.engine.errors import Unavailable
 from manta.engine.request import EngineRequest, FinishReason, RequestDelta
 from manta.engine.stats import EngineInfo, Snapshot
+from manta.replicas.engine_times import EngineTimes
 from manta.replicas.step_histogram import StepHistogram
 
 from .sse import Outbox
@@ -33,10 +35,13 @@ class ReplicaStatus:
     draining: bool = False
     snapshot: Snapshot | None = None
     step_times: StepHistogram | None = None
+    times: EngineTimes | None = None
     last_frame_age_s: float | None = None
     """Seconds since it was last heard of; None before the first frame."""
     role: Role | None = Role.MIXED
     """What it is for; while it drains for another role, the one from before. None while it is not connected."""
+    startup_s: Mapping[str, float] | None = None
+    """Seconds each phase of its start took; None while it is not connected."""
 
 
 DEFAULT_TENANT = "default"
@@ -70,6 +75,10 @@ class RouteNote:
     """From the first decision to the first token, as estimated then; None where steps of unknown length are ahead."""
     actual_s: float | None = None
     """The same as it turned out."""
+    sent_at_s: float | None = None
+    """When it was first sent to a replica (time.monotonic())."""
+    handed_over_at_s: float | None = None
+    """With pools, when the first token of the replica that decodes came (time.monotonic())."""
 
 
 class EngineClient(Protocol):
@@ -113,6 +122,8 @@ class ChoiceRecord:
     """From the arrival of the HTTP request; None when no token came."""
     time_per_output_token_s: float | None
     """Mean distance of the tokens after the first; None with fewer than two."""
+    note: RouteNote | None = None
+    """Where it went."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,11 @@ class RequestRecord:
     e2e_s: float
     """From arrival to the end of the last choice."""
     choices: tuple[ChoiceRecord, ...]
+    arrival_s: float = 0.0
+    """When it came (time.monotonic())."""
+    response_id: str = ""
+    traceparent: str | None = None
+    """The caller's trace, as W3C Trace Context has it; None where he has none."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +215,16 @@ class EdgeContext:
     """Longest wait for a first token, where neither request nor tenant says one."""
     explain: Explain | None = None
     """How requests were routed, for GET /explain; None where nobody knows."""
+    hold: Callable[[], Awaitable[None]] | None = None
+    """Waits until an engine is known, where replicas start when a request comes. Raises Overloaded, Unavailable."""
+    metrics: Callable[[], Awaitable[bytes]] | None = None
+    """The page of GET /metrics, where it is more than this edge's own."""
+    metrics_targets: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+    """For GET /metrics/targets: where the pages of single edges are; None where they have none."""
+    scaling: Callable[[], ScalingStatus | None] | None = None
+    """For GET /autoscaling; None where the number of replicas is fixed."""
+    starting: Callable[[], list[dict[str, Any]]] = list
+    """Replicas that start, with the phases that are over, for /ready."""
     _draining: bool = False
     _missing: str | None = None
     _open: set[OpenRequest] = field(default_factory=set)

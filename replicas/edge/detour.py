@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import secrets
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -162,6 +163,7 @@ class Detour(Attempt):
         """Of the decode replica."""
         if self._ticket is not None:
             self._ticket, self._outcome = None, Outcome.HANDED_OVER
+            self.sequence.note.handed_over_at_s = time.monotonic()
             self._leave_prefill()
         return self._relay(delta)
 

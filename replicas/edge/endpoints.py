@@ -78,6 +78,9 @@ class GenerationEndpoint:
             stream.close()
 
     async def _read(self, body: bytes, scope: MutableMapping[str, Any], arrival_s: float) -> Job:
+        context = self._context
+        if context.client.info is None and context.hold is not None and not context.is_draining:
+            await context.hold()
         if len(body) > THREAD_BODY_BYTES:
             return await asyncio.to_thread(self._parse, body, scope, arrival_s)
         return self._parse(body, scope, arrival_s)

@@ -47,6 +47,8 @@ class Job:
     choices: list[Choice]
     arrival_s: float
     submitted_s: float = field(default_factory=time.monotonic)
+    traceparent: str | None = None
+    """The caller's trace."""
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage over all prompts and choices; a prompt counts once, whatever n is."""
@@ -74,6 +76,9 @@ class Job:
             queue_s=self.submitted_s - self.arrival_s,
             e2e_s=time.monotonic() - self.arrival_s,
             choices=tuple(choice.record(self.arrival_s, reason) for choice in self.choices),
+            arrival_s=self.arrival_s,
+            response_id=self.response_id,
+            traceparent=self.traceparent,
         )
 
 

@@ -19,7 +19,7 @@ from .sse import Send, send_error
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})
 """Probes and scrapers need no key."""
 
 Scope = MutableMapping[str, Any]

@@ -10,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from manta.cluster.routing.admission import Offer, Tenant
 from manta.cluster.routing.decision import Decision, NoRoom, NoRoomReason, RoutingSettings
 from manta.cluster.routing.roles import Role
+from manta.cluster.slo import Slo
 from manta.engine.errors import EngineFailed, Overloaded
 from manta.engine.llm import refusal_error
 from manta.engine.request import EngineRequest, Refusal, RefusalReason, RequestDelta, ResumeState
 from manta.engine.stats import EngineInfo
 from manta.replicas.channel import ChannelLost, KeyPair, ReplicaLeaves
 from manta.replicas.channel_client import ChannelClient
+from manta.replicas.metric_families import render_text
 from manta.replicas.metrics import EdgeMetrics
 from manta.replicas.protocol import Frame
 
@@ -34,6 +38,8 @@ from .detour import Detour, mismatch
 from .explanations import Explained, Explanations
 from .gate import Gate
 from .links import DRAIN_GRACE_S, FULL_POLL_S, Directory, Link, Links
+from .scaling_ledger import ScalingLedger
+from .scaling_report import ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +70,23 @@ class ChannelRouter:
     """Made on a running loop. `set_members` tells it the replicas; `close` ends all channels."""
 
     def __init__(
-        self, directory: Directory, *, edge_id: str, keys: KeyPair, limits: RouterLimits, metrics: EdgeMetrics
+        self,
+        directory: Directory,
+        *,
+        edge_id: str,
+        keys: KeyPair,
+        limits: RouterLimits,
+        metrics: EdgeMetrics,
+        ledger: ScalingLedger | None = None,
+        on_joined: Callable[[str, EngineInfo], None] = lambda replica_id, info: None,
     ) -> None:
-        """`keys` are the cluster's client keys."""
+        """`keys` are the cluster's client keys. `ledger` counts arrivals; `on_joined` is told of replicas that were
+        reached, with what their engines say of themselves."""
         self._directory = directory
         self._limits = limits
         self._metrics = metrics
+        self._ledger = ledger or ScalingLedger(Slo())
+        self._on_joined = on_joined
         self._info: EngineInfo | None = None
         self._links = Links(
             directory,
@@ -96,6 +113,8 @@ class ChannelRouter:
         )
         self._demands = DemandExchange(self._gate, self._links, edge_id=edge_id)
         self._explanations = Explanations()
+        self._num_first_tokens = 0
+        """Streams whose first token is in the frame that is being looked at."""
         self._attempts: set[Attempt] = set()
         self._mismatched: set[tuple[str, str]] = set()
         """Pairs of replicas of which it was said that KV cannot go from one to the other."""
@@ -112,14 +131,35 @@ class ChannelRouter:
                 draining=link.is_leaving,
                 snapshot=None if link.channel is None else link.channel.snapshot,
                 step_times=None if link.channel is None else link.channel.step_times,
+                times=None if link.channel is None else link.channel.times,
                 last_frame_age_s=None if link.channel is None else link.channel.last_frame_age_s,
                 role=None if link.channel is None else link.channel.role,
+                startup_s=None if link.channel is None else link.channel.info.startup_s,
             )
             for link in self._links
         ]
 
+    def loads(self) -> list[ReplicaLoad]:
+        """Of all replicas that are connected, for scaling."""
+        found = []
+        for link in self._links:
+            if link.channel is not None and (view := self._chooser.view(link.replica_id)) is not None:
+                channel = link.channel
+                load = (channel.role, link.is_leaving, channel.snapshot, channel.info, view.costs)
+                found.append(ReplicaLoad(link.replica_id, *load))
+        return found
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait in this edge."""
+        return sum(self._gate.num_waiting.values()) + self._gate.num_waiting_to_move
+
     async def render_metrics(self) -> bytes:
-        return self._metrics.render(
+        return render_text(self.metric_families())
+
+    def metric_families(self) -> list[Metric]:
+        """All metrics of this edge as they stand."""
+        return self._metrics.families(
             self.replicas(),
             num_waiting=self._gate.num_waiting,
             num_waiting_to_move=self._gate.num_waiting_to_move,
@@ -151,12 +191,18 @@ class ChannelRouter:
         channel = link.channel
         assert channel is not None
         self._info = channel.info
-        self._metrics.replica_joined(link.replica_id, channel.snapshot)
+        self._metrics.replica_joined(link.replica_id, channel.snapshot, channel.info)
         self._chooser.joined(link)
         self._gate.serve()
+        self._on_joined(link.replica_id, channel.info)
 
     def heard(self, link: Link, frame: Frame) -> None:
         self._chooser.heard(link, frame)
+        if frame.deltas:
+            num_going_on = len(frame.deltas) - self._num_first_tokens
+            has_more = any(delta.finish_reason is None for delta in frame.deltas)
+            self._metrics.tokens_came(link.replica_id, num_going_on=max(num_going_on, 0), has_more=has_more)
+            self._num_first_tokens = 0
         if frame.demands is not None:
             self._demands.learn(frame.demands)
         if self._gate.has_waiting and self._chooser.has_room(link):
@@ -164,7 +210,7 @@ class ChannelRouter:
 
     def lost(self, link: Link, channel: ChannelClient) -> None:
         self._chooser.lost(link)
-        self._metrics.replica_left(link.replica_id, channel.snapshot)
+        self._metrics.replica_left(link.replica_id, channel.snapshot, channel.step_times, channel.times)
         if link.is_member:
             self._metrics.replica_lost()
 
@@ -176,6 +222,7 @@ class ChannelRouter:
     ) -> None:
         sequence = RoutedSequence(request, take, terms, note or RouteNote())
         state = sequence.state
+        self._ledger.sequence_arrived(len(request.prompt_token_ids))
         num_refusals = 0
         try:
             while True:
@@ -267,6 +314,8 @@ class ChannelRouter:
                 on_end=self._metrics.handoff_ended,
             )
         self._attempts.add(attempt)
+        if sequence.note.sent_at_s is None:
+            sequence.note.sent_at_s = time.monotonic()
         sequence.note.replica_id = decision.replica_id
         sequence.note.prefill_replica_id = decision.prefill_replica_id
         if sequence.note.estimated_s is None and booking.estimate is not None:
@@ -292,9 +341,11 @@ class ChannelRouter:
     def _began(self, attempt: Attempt, delta: RequestDelta) -> None:
         """Its first delta came."""
         sequence, explained = attempt.sequence, attempt.explained
+        self._num_first_tokens += 1
         explained.actual_s = self._chooser.began(attempt.booking, delta)
         explained.num_cached_tokens = delta.num_cached_tokens
         if not sequence.state.has_begun:
+            self._ledger.sequence_began(delta.num_cached_tokens or 0)
             sequence.note.actual_s = time.monotonic() - sequence.asked_at_s
 
     def _end(self, attempt: Attempt) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,23 +39,28 @@ class StatusEndpoints:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 when there is a ready replica for every role; 503 while loading or draining. The body lists every replica
-        either way, and says in `missing` what replicas wait for that have no room in the cluster."""
+        """200 when there is a ready replica for every role, or requests wait here for the first one, which starts when
+        they come; 503 while loading or draining. The body lists every replica either way, those that start with the
+        phases that are over, and says in `missing` what replicas wait for that have no room in the cluster."""
         context = self._context
         replicas = context.client.replicas()
         if context.is_draining:
             status = "draining"
         else:
             status = "loading" if unserved(context.roles, replicas) else "ready"
+            if status == "loading" and _holds_requests(context):
+                status = "waking" if context.starting() else "asleep"
         answer: dict[str, Any] = {
             "status": status,
             "model": context.model_name,
             "roles": _count_roles(context.roles, replicas),
             "replicas": [_describe(replica) for replica in replicas],
         }
+        if starting := context.starting():
+            answer["starting"] = starting
         if context.missing is not None:
             answer["missing"] = context.missing
-        if status == "ready":
+        if status in ("ready", "asleep", "waking"):
             return _json(answer)
         reason = "This server is stopping." if status == "draining" else _why_none_is_ready(context)
         reply = reply_for(Unavailable(reason, retry_after_s=context.drain_retry_after_s))
@@ -65,6 +71,16 @@ class StatusEndpoints:
         if self._context.cluster_status is None:
             raise HTTPException(404)
         return _json(await self._context.cluster_status())
+
+    async def autoscaling(self, request: Request) -> Response:
+        """What is wanted of each pool, what there is, and the last decisions with their reasons. 404 where the number
+        of replicas is fixed, 503 while nothing is known yet."""
+        if self._context.scaling is None:
+            raise HTTPException(404)
+        status = self._context.scaling()
+        if status is None:
+            raise Unavailable("The autoscaler has not answered yet.", retry_after_s=1.0)
+        return _json(msgspec.to_builtins(status))
 
     async def explain(self, request: Request) -> Response:
         """How a request was routed: every decision with its candidates. 404 for one that no edge remembers."""
@@ -89,8 +105,16 @@ class StatusEndpoints:
         return _json({"replica": replica_id, "role": role}, status=202)
 
     async def metrics(self, request: Request) -> Response:
-        """Everything that is measured, as Prometheus text."""
-        return Response(await self._context.client.render_metrics(), media_type=METRICS_TYPE)
+        """Everything that is measured, over all edges, as Prometheus text."""
+        page = self._context.metrics or self._context.client.render_metrics
+        return Response(await page(), media_type=METRICS_TYPE)
+
+    async def metrics_targets(self, request: Request) -> Response:
+        """Where the metrics of each edge are, as Prometheus's HTTP discovery wants it; 404 where edges have no pages of
+        their own."""
+        if self._context.metrics_targets is None:
+            raise HTTPException(404)
+        return _json(await self._context.metrics_targets())
 
     async def version(self, request: Request) -> Response:
         """The version of this software."""
@@ -115,6 +139,12 @@ class StatusEndpoints:
             "root": name,
             "max_model_len": None if info is None else info.max_model_len,
         }
+
+
+def _holds_requests(context: EdgeContext) -> bool:
+    """Whether requests may come though no replica is there: one of a pool that may have none starts for them."""
+    status = None if context.scaling is None else context.scaling()
+    return status is not None and all(pool.min_replicas == 0 or pool.num_ready for pool in status.pools)
 
 
 def _why_none_is_ready(context: EdgeContext) -> str:
@@ -149,6 +179,8 @@ def _describe(replica: ReplicaStatus) -> dict[str, Any]:
         "draining": replica.draining,
         "last_frame_age_s": replica.last_frame_age_s,
     }
+    if replica.startup_s is not None:
+        described["startup_s"] = dict(replica.startup_s)
     if (snapshot := replica.snapshot) is not None:
         described |= {
             "num_running": snapshot.num_running,

@@ -108,6 +108,7 @@ class Choice:
             num_completion_tokens=self.num_tokens,
             time_to_first_token_s=None if first_s is None else first_s - arrival_s,
             time_per_output_token_s=(self._last_token_s - first_s) / gaps if first_s is not None and gaps > 0 else None,
+            note=self.note,
         )
 
     def _take_first_facts(self, delta: RequestDelta) -> None:

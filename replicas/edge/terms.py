@@ -21,6 +21,8 @@ DEADLINE_HEADER = "X-Manta-Deadline"
 """Seconds in which the first token must come; as the field `deadline_s`, over which it wins."""
 SESSION_HEADER = "X-Manta-Session"
 """As the field `prompt_cache_key`, over which it wins."""
+TRACE_HEADER = "traceparent"
+"""W3C Trace Context: the caller's trace."""
 EXPLAIN_HEADER = "X-Manta-Explain"
 """Whether the reply is to have the headers of `route_headers`."""
 
@@ -52,6 +54,7 @@ def set_terms(
         deadline_s=None if wait_s is None else arrival_s + wait_s,
         session=header(scope, SESSION_HEADER) or fields.prompt_cache_key,
     )
+    job.traceparent = header(scope, TRACE_HEADER)
     has_tenants = bool(context.tenant_keys)
     for choice in job.choices:
         choice.terms = terms

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,10 +108,13 @@ def test_a_simulated_engine_starts_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+LLAMA_8B = str(Path(__file__).parents[2] / "deploy/configs/llama_3_1_8b/config.json")
+
+
 def predicted_s(**sizes: int) -> float:
     """Seconds that an engine on simulated H200s predicts for a decode step of 8 sequences."""
-    core = start_engine(EngineConfig.build("smollm2-135m", device="sim:h200", **sizes))
-    runner = core._runner
+    config = EngineConfig.build(LLAMA_8B, device="sim:h200", load_format="dummy", tokenizer="smollm2-135m", **sizes)
+    runner = start_engine(config)._runner
     assert isinstance(runner, SimRunner)
     return runner._predict(StepShape(0, 8, 8000))
 

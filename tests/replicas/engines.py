@@ -55,6 +55,10 @@ class FakeCore:
         self._num_tokens = 0
 
     @property
+    def info(self) -> EngineInfo:
+        return INFO
+
+    @property
     def step_costs(self) -> StepCosts | None:
         return None
 
@@ -110,6 +114,9 @@ class FakeCore:
                 del self.requests[request_id]
             deltas.append(delta)
         return deltas
+
+    def watch(self, **told: Any) -> None:
+        """Nobody is told anything here."""
 
     def prepare_more(self) -> bool:
         self.num_prepared += 1

@@ -131,7 +131,7 @@ async def test_a_client_without_a_key_gets_nothing(running: Engine) -> None:
 
 async def test_another_protocol_version_is_refused_by_name(running: Engine) -> None:
     client = ChannelClient(running.server.address, edge_id="old", keys=KEYS, version=999)
-    with pytest.raises(ChannelLost, match=r"replica r0 speaks protocol version 4, edge old speaks 999"):
+    with pytest.raises(ChannelLost, match=r"replica r0 speaks protocol version 5, edge old speaks 999"):
         await client.connect(5.0)
     assert running.server.num_edges == 0
 

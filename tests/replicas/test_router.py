@@ -459,6 +459,6 @@ async def test_metrics_keep_the_counters_of_dead_replicas_and_drop_their_gauges(
         await one.ready("b")
         await collect(one.router, request("second", max_tokens=12))
         text = (await one.router.render_metrics()).decode()
-        assert "manta_generation_tokens_total 42.0" in text
-        assert 'manta_requests_running{replica="b"} 0.0' in text
-        assert 'replica="a"' not in text
+        assert 'manta_generation_tokens_total{pool="engine"} 42.0' in text
+        assert 'manta_requests_running{pool="engine",replica="0"} 0.0' in text
+        assert 'replica="1"' not in text

@@ -1,0 +1,52 @@
+"""When fewer replicas may be asked for: after a quiet window, which grows where falling was regretted. Pure; no clock.
+
+A target that has to rise again soon after it fell was lowered too early, as bursts that come back do it: the window
+doubles, up to some times its length, and halves again when nothing was regretted for long.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+MOST_FACTOR = 5.0
+"""The longest window, over the configured one; so long after a fall a rise is a regret, too."""
+
+
+@dataclass(frozen=True)
+class Damping:
+    """Of one pool; a value. Times in seconds."""
+
+    needs: tuple[tuple[float, int], ...] = ()
+    """What was needed when; values fall from first to last, since an older lower one can never be the most again."""
+    factor: float = 1.0
+    """The window over the configured one."""
+    fell_at_s: float = -math.inf
+    """The last fall that nothing was said of yet."""
+    regretted_at_s: float = -math.inf
+
+    def need(self, num_replicas: int, now_s: float, *, quiet_s: float) -> Damping:
+        """So many are needed now."""
+        factor, regretted_at_s = self.factor, self.regretted_at_s
+        if factor > 1.0 and now_s - regretted_at_s > 2 * MOST_FACTOR * quiet_s:
+            factor, regretted_at_s = max(factor / 2, 1.0), now_s
+        needs = [entry for entry in self.needs if entry[0] > now_s - factor * quiet_s]
+        while needs and needs[-1][1] <= num_replicas:
+            needs.pop()
+        return replace(self, needs=(*needs, (now_s, num_replicas)), factor=factor, regretted_at_s=regretted_at_s)
+
+    def rose(self, now_s: float, *, quiet_s: float) -> Damping:
+        """The target rises now."""
+        if now_s - self.fell_at_s > MOST_FACTOR * quiet_s:
+            return self
+        factor = min(2 * self.factor, MOST_FACTOR)
+        return replace(self, factor=factor, fell_at_s=-math.inf, regretted_at_s=now_s)
+
+    def fell(self, now_s: float) -> Damping:
+        """The target falls now."""
+        return replace(self, fell_at_s=now_s)
+
+    @property
+    def most(self) -> int:
+        """That was needed at any time of the window."""
+        return max(num for _, num in self.needs)

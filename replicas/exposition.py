@@ -1,0 +1,89 @@
+"""Where an edge's metrics are shown: its own on a port of its own, those of all edges on the public one. Knows no Ray.
+
+Prometheus finds the ports by GET /metrics/targets (its HTTP discovery). They need no key and show what the public
+/metrics shows, which needs none either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import Metric
+
+from .metric_aliases import vllm_aliases
+from .metric_families import Page, merge, render_text
+
+Aliases = Literal["none", "vllm"]
+
+
+@dataclass(frozen=True)
+class Observability:
+    """What an edge shows of itself, and to whom."""
+
+    aliases: Aliases = "none"
+    """Names of another system that the public page has, too."""
+    dollars_per_gpu_hour: float | None = None
+    traces_endpoint: str | None = None
+    """Of OTLP over HTTP; None: no traces."""
+    traces_share: float = 1.0
+    """Of the requests that no caller traces."""
+
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+class Exposition:
+    """Made on the edge's running loop, in which the metrics are read; `close` at the end."""
+
+    def __init__(
+        self,
+        own: Callable[[], list[Metric]],
+        *,
+        model_name: str,
+        ask_all: Callable[[str], Awaitable[Sequence[Any]]] | None = None,
+        host: str = "127.0.0.1",
+        aliases: Aliases = "none",
+    ) -> None:
+        """`own` gives this edge's metrics. `ask_all` calls a method of every edge, this one included: `metric_families`
+        and `metrics_target`; None where there is one edge. `host`: where Prometheus reaches this process."""
+        self._own = own
+        self._model_name = model_name
+        self._ask_all = ask_all
+        self._aliases = aliases
+        self._loop = asyncio.get_running_loop()
+        registry = CollectorRegistry()
+        registry.register(Page(self._own_from_thread))
+        self._server, self._thread = start_http_server(0, host, registry)
+        port = self._server.server_port
+        self.target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """Host and port of this edge's own page."""
+
+    async def page(self) -> bytes:
+        """The public page: all edges, and aliases where they are asked for."""
+        pages = [self._own()] if self._ask_all is None else await self._ask_all("metric_families")
+        families = merge(pages) if len(pages) > 1 else list(pages[0] if pages else self._own())
+        if self._aliases == "vllm":
+            families += vllm_aliases(families, self._model_name)
+        return render_text(families)
+
+    async def targets(self) -> list[dict[str, Any]]:
+        """Every edge's own page, as Prometheus's HTTP discovery wants it."""
+        targets = [self.target] if self._ask_all is None else await self._ask_all("metrics_target")
+        return [{"targets": sorted(targets), "labels": {"model": self._model_name}}]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _own_from_thread(self) -> list[Metric]:
+        """In a thread of the port's server."""
+        return asyncio.run_coroutine_threadsafe(self._read_own(), self._loop).result(ANSWER_TIMEOUT_S)
+
+    async def _read_own(self) -> list[Metric]:
+        return self._own()
