@@ -115,6 +115,7 @@ def watched_collections(core: LitteringCore) -> Iterator[list[bool]]:
 
 def test_garbage_waits_for_a_pause() -> None:
     core = LitteringCore()
+    gc.enable()  # whatever ran in this process before
     with running(core) as server:
         become_true(lambda: not gc.isenabled())
         with watched_collections(core) as seen:
