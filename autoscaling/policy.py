@@ -176,9 +176,13 @@ class _Deciding:
         self._state = state
 
     def _notice_failures(self, pool: PoolState) -> None:
-        """Say that replicas are gone that nobody stopped; whoever runs them starts others for them."""
+        """Say that replicas are gone that nobody stopped; whoever runs them starts others for them.
+
+        Those that a lower target stops are above it. One that failed may be seen while it is being stopped: it is
+        gone all the same, and this is the one moment at which that shows.
+        """
         before = self._before.get(pool.name, 0)
-        num_lost = min(before, pool.target) - pool.num_ready - pool.num_draining
+        num_lost = min(before, pool.target) - pool.num_ready
         if num_lost > 0 and pool.num_starting > 0:
             because = f"{num_lost} of {before} replicas are gone that nobody stopped: as many start in their place"
             self._say(pool, pool.target, pool.target, ReasonCode.REPLACE_FAILED, because)

@@ -114,6 +114,29 @@ def test_limits_that_changed_are_followed_at_once() -> None:
     assert decision.decided[0].reason == "max"
 
 
+@pytest.mark.parametrize("num_draining", [0, 1])
+def test_a_lost_replica_is_noticed_though_it_is_seen_as_being_stopped_already(num_draining: int) -> None:
+    policy = Policy(SETTINGS)
+    pool = PoolState(name="engine", num_ready=2, target=2, min_replicas=1, max_replicas=8, step_costs=COSTS)
+    state, _ = policy.decide(policy.initial(), FleetSnapshot(pools=(pool,)), 0.0)
+    state, _ = policy.decide(state, FleetSnapshot(pools=(pool,)), 1.0)
+    lost = replace(pool, num_ready=1, num_starting=1, num_draining=num_draining)
+    state, decision = policy.decide(state, FleetSnapshot(pools=(lost,)), 2.0)
+    assert [one.reason for one in decision.decided] == ["replace_failed"]
+    _, decision = policy.decide(state, FleetSnapshot(pools=(lost,)), 3.0)
+    assert decision.decided == ()
+
+
+def test_a_replica_that_a_lower_target_stops_is_not_called_lost() -> None:
+    policy = Policy(SETTINGS)
+    pool = PoolState(name="engine", num_ready=2, target=2, min_replicas=1, max_replicas=8, step_costs=COSTS)
+    state, _ = policy.decide(policy.initial(), FleetSnapshot(pools=(pool,)), 0.0)
+    state, _ = policy.decide(state, FleetSnapshot(pools=(pool,)), 1.0)
+    stopping = replace(pool, num_ready=1, target=1, num_draining=1)
+    _, decision = policy.decide(state, FleetSnapshot(pools=(stopping,)), 2.0)
+    assert decision.decided == ()
+
+
 def test_a_replica_that_fails_is_noticed_and_changes_no_target() -> None:
     done = run(lambda second: 100, 100, start=4, fails_at_s=60)
     assert set(done.targets) == {4}
