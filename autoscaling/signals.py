@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from manta.cluster.routing.roles import Role
-from manta.cluster.scaling import EdgeSignals, PoolSignals
+from manta.cluster.scaling import Counters, EdgeSignals, PoolSignals
 from manta.engine.step_costs import StepCosts
 
 SILENT_AFTER_S = 10.0
@@ -44,28 +44,6 @@ class PoolState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counters:
-    """Sums over all edges that ever were. They only rise."""
-
-    num_arrived: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_finished: int = 0
-    num_output_tokens: int = 0
-    num_good: int = 0
-    num_late_ttft: int = 0
-    num_late_tpot: int = 0
-    num_failed: int = 0
-
-    def plus(self, other: Counters, *, sign: int = 1) -> Counters:
-        """The sum; the difference with `sign` -1."""
-        return Counters(**{name: getattr(self, name) + sign * getattr(other, name) for name in _COUNTERS})
-
-
-_COUNTERS = tuple(one.name for one in fields(Counters))
-
-
-@dataclass(frozen=True, kw_only=True)
 class FleetSnapshot:
     """All that a decision is made from, beside the policy's own state."""
 
@@ -99,11 +77,10 @@ class EdgeSums:
         before = self._reports.get(report.edge_id)
         if before is not None and before[1].now_s >= report.now_s:
             return
-        counters = Counters(**{name: getattr(report, name) for name in _COUNTERS})
         last = self._last.get(report.edge_id)
         if last is not None:
-            self.total = self.total.plus(counters.plus(last, sign=-1))
-        self._last[report.edge_id] = counters
+            self.total = self.total.plus(report.counters.plus(last, sign=-1))
+        self._last[report.edge_id] = report.counters
         self._reports[report.edge_id] = now_s, report
 
     def num_held(self, now_s: float) -> int:

@@ -71,12 +71,9 @@ class PoolSignals(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the start of the replica that came last took, as its engine says; None while none was seen."""
 
 
-class EdgeSignals(msgspec.Struct, frozen=True, kw_only=True):
-    """One edge's report: counters since it began, and gauges."""
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What came and what became of it, of an edge or summed over edges. They only rise."""
 
-    edge_id: str
-    now_s: float
-    """When it was made, by the edge's own clock; only tells reports of one edge apart."""
     num_arrived: int = 0
     """Sequences that asked to be generated, refused ones included."""
     num_prompt_tokens: int = 0
@@ -94,9 +91,19 @@ class EdgeSignals(msgspec.Struct, frozen=True, kw_only=True):
     """Finished; the first token came in time and the others too slowly."""
     num_failed: int = 0
     """Refused for load, or broken off by an error. What a client cancelled is counted nowhere."""
-    ttft_sum_s: float = 0.0
-    """Of those that finished, as `tpot_sum_s`."""
-    tpot_sum_s: float = 0.0
+
+    def plus(self, other: Counters, *, sign: int = 1) -> Counters:
+        """The sum; the difference with `sign` -1."""
+        return Counters(**{name: getattr(self, name) + sign * getattr(other, name) for name in self.__struct_fields__})
+
+
+class EdgeSignals(msgspec.Struct, frozen=True, kw_only=True):
+    """One edge's report: counters since it began, and gauges."""
+
+    edge_id: str
+    now_s: float
+    """When it was made, by the edge's own clock; only tells reports of one edge apart."""
+    counters: Counters = Counters()
     num_held: int = 0
     """Requests that wait in the edge now."""
     pools: tuple[PoolSignals, ...] = ()

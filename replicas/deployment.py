@@ -31,13 +31,12 @@ from .channel import Address, KeyPair
 from .channel_client import ChannelClient
 from .cluster_status import GangStatus, cluster_status
 from .edge.app import create_app
-from .edge.client import EdgeContext, RequestObserver, TenantKey
+from .edge.client import EdgeContext, Observers, RequestObserver, TenantKey
 from .edge.holding import Holding
 from .edge.membership import MEMBERSHIP, ServeDirectory
 from .edge.peers import Peers
 from .edge.roles import check_role_change
 from .edge.router import ChannelRouter, RouterLimits
-from .edge.scaling_ledger import Observers
 from .edge.scaling_report import ScalingReporter, pool_signals
 from .edge.tracing import TraceObserver
 from .exposition import Exposition, Observability

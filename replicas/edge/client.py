@@ -283,3 +283,20 @@ class OpenRequest:
     def __exit__(self, *exception: object) -> None:
         self._task = None
         self._registry.discard(self)
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Tells several observers the same."""
+
+    all: tuple[RequestObserver, ...]
+
+    def request_finished(self, record: RequestRecord) -> None:
+        """A request that was taken is over."""
+        for one in self.all:
+            one.request_finished(record)
+
+    def request_refused(self, endpoint: str, status: int, code: str) -> None:
+        """A request was answered with an error."""
+        for one in self.all:
+            one.request_refused(endpoint, status, code)

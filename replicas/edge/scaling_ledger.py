@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from manta.cluster.scaling import Counters
 from manta.cluster.slo import Slo
 from manta.engine.request import FinishReason
 
-from .client import RequestObserver, RequestRecord
+from .client import RequestRecord
 
 LOAD_REFUSALS = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INTERNAL_SERVER_ERROR)
 """Answers that are the service's failure; others are for what the sender must change."""
@@ -16,7 +17,7 @@ LOAD_REFUSALS = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, H
 
 @dataclass
 class ScalingLedger:
-    """Counters that only rise, by the names that EdgeSignals has for them. Implements RequestObserver."""
+    """The numbers of cluster/scaling.py's Counters, as they rise. Implements RequestObserver."""
 
     slo: Slo
     num_arrived: int = 0
@@ -28,8 +29,6 @@ class ScalingLedger:
     num_late_ttft: int = 0
     num_late_tpot: int = 0
     num_failed: int = 0
-    ttft_sum_s: float = 0.0
-    tpot_sum_s: float = 0.0
 
     def sequence_arrived(self, num_prompt_tokens: int) -> None:
         """One asks to be generated."""
@@ -51,8 +50,6 @@ class ScalingLedger:
             ttft_s, tpot_s = choice.time_to_first_token_s, choice.time_per_output_token_s
             self.num_finished += 1
             self.num_output_tokens += choice.num_completion_tokens
-            self.ttft_sum_s += ttft_s or 0.0
-            self.tpot_sum_s += tpot_s or 0.0
             if not self.slo.is_ttft_met(ttft_s):
                 self.num_late_ttft += 1
             elif not self.slo.is_tpot_met(tpot_s):
@@ -65,23 +62,6 @@ class ScalingLedger:
         if status in LOAD_REFUSALS:
             self.num_failed += 1
 
-    def counters(self) -> dict[str, float]:
-        """All of them by name."""
-        return {name: value for name, value in vars(self).items() if name != "slo"}
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Tells several observers the same."""
-
-    all: tuple[RequestObserver, ...]
-
-    def request_finished(self, record: RequestRecord) -> None:
-        """A request that was taken is over."""
-        for one in self.all:
-            one.request_finished(record)
-
-    def request_refused(self, endpoint: str, status: int, code: str) -> None:
-        """A request was answered with an error."""
-        for one in self.all:
-            one.request_refused(endpoint, status, code)
+    def counters(self) -> Counters:
+        """As they stand."""
+        return Counters(**{name: getattr(self, name) for name in Counters.__struct_fields__})

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manta.cluster.routing.roles import Role
-from manta.cluster.scaling import EdgeSignals, PoolSignals, ScalingStatus
+from manta.cluster.scaling import Counters, EdgeSignals, PoolSignals, ScalingStatus
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.engine.step_costs import StepCosts
 
@@ -79,7 +79,7 @@ class ScalingReporter:
         self,
         edge_id: str,
         *,
-        counters: Callable[[], Mapping[str, float]],
+        counters: Callable[[], Counters],
         num_held: Callable[[], int],
         pools: Callable[[], tuple[PoolSignals, ...]],
         send: Callable[[EdgeSignals], Awaitable[ScalingStatus | None]],
@@ -99,9 +99,9 @@ class ScalingReporter:
         return EdgeSignals(
             edge_id=self._edge_id,
             now_s=time.monotonic(),
+            counters=self._counters(),
             num_held=self._num_held(),
             pools=self._pools(),
-            **self._counters(),  # type: ignore[arg-type]  # by name, as the ledger has them
         )
 
     async def run(self) -> None:

@@ -13,7 +13,7 @@ from manta.autoscaling.signals import EdgeSums
 from manta.autoscaling.slo import Slo
 from manta.autoscaling.steering import Memory, PoolCounts, PoolLimits, Steering, SteeringSettings
 from manta.cluster.routing.roles import Role
-from manta.cluster.scaling import EdgeSignals, PoolSignals
+from manta.cluster.scaling import Counters, EdgeSignals, PoolSignals
 from tests.autoscaling.policy_runs import COSTS, SLO, WORK
 
 SETTINGS = SteeringSettings(
@@ -25,7 +25,11 @@ SIZE = ReplicaSize(COSTS, 256, 400_000)
 def report(edge: str, now_s: float, *, arrived: int = 0, held: int = 0, ready: int = 1) -> EdgeSignals:
     pool = PoolSignals(name="engine", num_ready=ready, max_num_seqs=256, tokens_a_step=8192, step_costs=COSTS)
     return EdgeSignals(
-        edge_id=edge, now_s=now_s, num_arrived=arrived, num_prompt_tokens=1000 * arrived, num_held=held, pools=(pool,)
+        edge_id=edge,
+        now_s=now_s,
+        counters=Counters(num_arrived=arrived, num_prompt_tokens=1000 * arrived),
+        num_held=held,
+        pools=(pool,),
     )
 
 

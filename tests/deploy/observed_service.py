@@ -26,9 +26,8 @@ from manta.engine.startup import start_engine
 from manta.engine.tokenizer import Tokenizer
 from manta.replicas.channel import Address, KeyPair
 from manta.replicas.edge.app import create_app
-from manta.replicas.edge.client import EdgeContext, RequestObserver
+from manta.replicas.edge.client import EdgeContext, Observers, RequestObserver
 from manta.replicas.edge.router import ChannelRouter, RouterLimits
-from manta.replicas.edge.scaling_ledger import Observers
 from manta.replicas.exposition import Aliases, Exposition
 from manta.replicas.metrics import EdgeMetrics
 from tests.replicas.edge.local_server import sim_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manta.cluster.routing.roles import Role
-from manta.cluster.scaling import EdgeSignals, ScalingStatus
+from manta.cluster.scaling import Counters, EdgeSignals, ScalingStatus
 from manta.cluster.slo import Slo
 from manta.engine.errors import Overloaded, Unavailable
 from manta.engine.request import FinishReason
@@ -76,7 +76,7 @@ async def test_a_request_that_waits_is_reported_at_once_and_an_answer_is_learned
         return ScalingStatus(time_s=float(len(sent)))
 
     reporter = ScalingReporter(
-        "edge", counters=lambda: {"num_arrived": 7}, num_held=lambda: held[0], pools=tuple, send=send,
+        "edge", counters=lambda: Counters(num_arrived=7), num_held=lambda: held[0], pools=tuple, send=send,
         learned=lambda status: learned.set(), period_s=3600.0,
     )  # fmt: skip
     task = asyncio.create_task(reporter.run())
@@ -85,7 +85,7 @@ async def test_a_request_that_waits_is_reported_at_once_and_an_answer_is_learned
     held[0] = 1
     await asyncio.wait_for(learned.wait(), 5)
     task.cancel()
-    assert [(one.num_arrived, one.num_held) for one in sent] == [(7, 0), (7, 1)]
+    assert [(one.counters.num_arrived, one.num_held) for one in sent] == [(7, 0), (7, 1)]
     assert reporter.status == ScalingStatus(time_s=2.0)
 
 
@@ -100,7 +100,7 @@ async def test_reports_go_on_after_the_autoscaler_was_away() -> None:
         return answer
 
     reporter = ScalingReporter(
-        "edge", counters=dict, num_held=lambda: 0, pools=tuple, send=send, learned=lambda status: learned.set(),
+        "edge", counters=Counters, num_held=lambda: 0, pools=tuple, send=send, learned=lambda status: learned.set(),
         period_s=0.01,
     )  # fmt: skip
     answers += [ScalingStatus(time_s=1.0)] * 1000
