@@ -13,7 +13,10 @@ from manta.autoscaling.simulator.events import EventQueue
 from manta.autoscaling.simulator.fleet import Fleet, Route, Router
 from manta.autoscaling.simulator.handoff import KvLink
 from manta.autoscaling.simulator.replica import Frame, Replica, ReplicaSpec
+from manta.autoscaling.simulator.router import view_of
 from manta.autoscaling.simulator.workload import Outcome, SimRequest
+from manta.cluster.routing.replica_view import ReplicaView
+from manta.cluster.routing.roles import Role
 from manta.engine.config import EngineConfig
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.step_costs import StepCosts
@@ -75,6 +78,11 @@ class Hardware:
     @property
     def costs(self) -> StepCosts:
         return StepCosts.of(self.step_times.predict)
+
+    def view(self, replica_id: str, spec: ReplicaSpec, *, role: Role = Role.MIXED) -> ReplicaView:
+        """What an edge is told of a replica at the start."""
+        kv_bytes = self.step_times.kv_bytes_per_token
+        return view_of(replica_id, spec, self.costs, role=role, kv_bytes_per_token=kv_bytes)
 
     def describe(self) -> dict[str, object]:
         """For a report."""

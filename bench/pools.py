@@ -28,7 +28,7 @@ from manta.engine.errors import ConfigError
 
 from .fleet_run import Hardware, RunFigures, run_fleet
 from .report import Report, sayer, write_json
-from .routing import Capacity, Setting, view_of
+from .routing import Capacity, Setting
 from .routing_loads import find_load
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -126,7 +126,7 @@ class Study:
 
         def routers(fleet: Fleet) -> list[Router]:
             views = [
-                view_of(replica_id, spec, setting.hardware, role=role)
+                setting.hardware.view(replica_id, spec, role=role)
                 for replica_id, role in zip(fleet.replicas, roles, strict=True)
             ]
             return [PolicyRouter(views, settings=settings)]

@@ -22,8 +22,6 @@ from rich.table import Table
 from manta.autoscaling.simulator.fleet import Fleet, Router
 from manta.autoscaling.simulator.replica import ReplicaSpec
 from manta.autoscaling.simulator.router import PolicyRouter
-from manta.cluster.routing.replica_view import ReplicaView
-from manta.cluster.routing.roles import Role
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
 
@@ -94,7 +92,7 @@ def make_router(variant: Variant, setting: Setting, fleet: Fleet, *, edge: int =
     ids, given, spec, hardware = list(fleet.replicas), dict(variant.parameters), setting.spec, setting.hardware
     match variant.policy:
         case "manta":
-            return PolicyRouter([view_of(replica_id, spec, hardware) for replica_id in ids], seed=edge)
+            return PolicyRouter([hardware.view(replica_id, spec) for replica_id in ids], seed=edge)
         case "round_robin":
             return RoundRobin(ids)
         case "least_loaded":
@@ -110,22 +108,6 @@ def make_router(variant: Variant, setting: Setting, fleet: Fleet, *, edge: int =
             )
             fleet.on_step = oracle.saw
             return oracle
-
-
-def view_of(replica_id: str, spec: ReplicaSpec, hardware: Hardware, *, role: Role = Role.MIXED) -> ReplicaView:
-    """What an edge is told of a replica at the start."""
-    return ReplicaView(
-        replica_id,
-        role=role,
-        block_size=spec.block_size,
-        num_blocks=spec.num_blocks,
-        max_num_seqs=spec.max_num_seqs,
-        tokens_a_step=spec.max_num_batched_tokens,
-        max_requests=spec.max_num_seqs + spec.max_num_waiting,
-        costs=hardware.costs,
-        tpot_target_s=spec.tpot_target_s,
-        kv_bytes_per_token=hardware.step_times.kv_bytes_per_token,
-    )
 
 
 def run_variant(setting: Setting, variant: Variant, rate: float) -> RunFigures:

@@ -12,10 +12,9 @@ from manta.autoscaling.simulator.events import EventQueue
 from manta.autoscaling.simulator.fleet import Fleet
 from manta.autoscaling.simulator.handoff import KvLink
 from manta.autoscaling.simulator.replica import ReplicaSpec
-from manta.autoscaling.simulator.router import PolicyRouter
+from manta.autoscaling.simulator.router import PolicyRouter, view_of
 from manta.autoscaling.simulator.workload import Outcome, SimRequest, own_hash
 from manta.cluster.routing.decision import RoutingSettings
-from manta.cluster.routing.replica_view import ReplicaView
 from manta.cluster.routing.roles import Role
 from manta.engine.errors import ConfigError
 from manta.engine.model_shape import ModelShape
@@ -114,17 +113,8 @@ def simulate(plan: Tree, demand: Demand, rng: random.Random) -> dict[str, float]
         replica_id = f"{role.value}-{index}"
         fleet.add_replica(replica_id, spec)
         views.append(
-            ReplicaView(
-                replica_id,
-                role=role,
-                block_size=spec.block_size,
-                num_blocks=spec.num_blocks,
-                max_num_seqs=spec.max_num_seqs,
-                tokens_a_step=spec.max_num_batched_tokens,
-                max_requests=spec.max_num_seqs + spec.max_num_waiting,
-                costs=StepCosts.of(spec.predict),
-                tpot_target_s=spec.tpot_target_s,
-                kv_bytes_per_token=int(link.bytes_per_token),
+            view_of(
+                *(replica_id, spec, StepCosts.of(spec.predict)), role=role, kv_bytes_per_token=int(link.bytes_per_token)
             )
         )
     fleet.routers.append(PolicyRouter(views, settings=routing_settings_of(plan), seed=rng.randrange(1 << 30)))

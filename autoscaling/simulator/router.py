@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from manta.cluster.routing.policy import Decision, RouteRequest, RoutingSettings, decide
 from manta.cluster.routing.prefix_index import PrefixIndex
 from manta.cluster.routing.replica_view import ReplicaView
+from manta.cluster.routing.roles import Role
+from manta.engine.step_costs import StepCosts
 
 from .fleet import Route
-from .replica import Frame
+from .replica import Frame, ReplicaSpec
 from .workload import SimRequest
 
 EXPECTED_OUTPUT_TOKENS = 256.0
@@ -20,6 +22,24 @@ OUTPUT_WEIGHT = 0.02
 INDEX_BLOCKS = 1 << 20
 EXPECTATION_FACTOR, EXPECTATION_S = 2.0, 1.0
 """A prompt that was sent counts as cached for so many times the seconds to its first token, and so many more."""
+
+
+def view_of(
+    replica_id: str, spec: ReplicaSpec, costs: StepCosts, *, role: Role = Role.MIXED, kv_bytes_per_token: float
+) -> ReplicaView:
+    """What an edge is told of a replica at the start."""
+    return ReplicaView(
+        replica_id,
+        role=role,
+        block_size=spec.block_size,
+        num_blocks=spec.num_blocks,
+        max_num_seqs=spec.max_num_seqs,
+        tokens_a_step=spec.max_num_batched_tokens,
+        max_requests=spec.max_num_seqs + spec.max_num_waiting,
+        costs=costs,
+        tpot_target_s=spec.tpot_target_s,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
 
 
 class PolicyRouter:

@@ -8,19 +8,7 @@ from typing import Any
 from manta.autoscaling.planner.demand import Demand
 from manta.autoscaling.planner.problem import Problem, problem_from
 from manta.autoscaling.planner.search import Plan, Planner
-from manta.engine.model_shape import ModelShape
-
-LLAMA_8B = ModelShape(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-)
+from tests.shapes import LLAMA_8B
 
 
 def tree(*, rate: float = 20.0, **sections: Any) -> dict[str, Any]:

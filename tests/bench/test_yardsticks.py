@@ -16,20 +16,8 @@ from manta.bench.yardsticks import (
     shared_prefix_work,
     vllm_figures,
 )
-from manta.engine.model_shape import ModelShape
 from manta.engine.step_time import StepShape
-
-LLAMA_8B = ModelShape(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-)
+from tests.shapes import LLAMA_8B
 
 
 def test_vllm_s_figures_are_for_one_model_in_one_dtype_on_one_device() -> None:

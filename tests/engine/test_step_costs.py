@@ -6,21 +6,10 @@ import random
 
 import pytest
 
-from manta.engine.model_shape import ModelShape
 from manta.engine.step_costs import LEAST_STEPS, ObservedCosts, StepCosts
 from manta.engine.step_time import HARDWARE, StepShape, StepTimeModel
+from tests.shapes import LLAMA_8B
 
-LLAMA_8B = ModelShape(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-)
 COSTS = StepCosts(overhead_s=1.0, weights_s=4.0, token_s=0.5, pair_s=0.01, context_token_s=0.001)
 CPU = StepCosts(overhead_s=0.004, weights_s=0.0, token_s=0.0015, pair_s=2e-7, context_token_s=1e-6)
 

@@ -3,20 +3,8 @@
 import pytest
 
 from manta.engine.errors import ConfigError
-from manta.engine.model_shape import ModelShape
 from manta.engine.step_time import StepShape, StepTimeModel, hardware_named, hardware_of
-
-LLAMA_8B = ModelShape(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-)
+from tests.shapes import LLAMA_8B
 
 
 @pytest.fixture

@@ -8,18 +8,8 @@ import pytest
 
 from manta.engine.model_shape import ModelShape
 from manta.engine.parallel.auto_sizes import CannotFit, NodeGpus, ParallelSizes, choose_sizes
+from tests.shapes import LLAMA_8B
 
-LLAMA_8B = ModelShape(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-)
 LLAMA_70B = replace(LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, intermediate_size=28672)
 LLAMA_405B = replace(LLAMA_8B, num_layers=126, hidden_size=16384, num_heads=128, intermediate_size=53248)
 H200, A100, L4 = NodeGpus(8, 140e9), NodeGpus(8, 80e9), NodeGpus(8, 24e9)
