@@ -91,7 +91,9 @@ class StateLogs:
         from ray.util.state.exception import RayStateApiException
 
         try:
-            actors: list[Any] = list_actors(filters=[("class_name", "=", "EngineShard")], detail=True, limit=MAX_ACTORS)
+            actors: list[Any] = list_actors(
+                _connected(), filters=[("class_name", "=", "EngineShard")], detail=True, limit=MAX_ACTORS
+            )
         except RayStateApiException as error:
             reason = ray_local.first_line(error)
             raise NoLogs(f"Ray's dashboard, which knows the ranks, does not answer: {reason}") from error
@@ -108,13 +110,21 @@ class StateLogs:
 
         rest = ""
         try:
-            for piece in get_log(actor_id=log.place, suffix="err", tail=tail, follow=follow, errors="replace"):
+            pieces = get_log(_connected(), actor_id=log.place, suffix="err", tail=tail, follow=follow, errors="replace")
+            for piece in pieces:
                 *whole, rest = (rest + piece).split("\n")
                 yield from whole
         except RayStateApiException as error:
             raise NoLogs(f"Ray cannot give the log of rank {log.rank}: {ray_local.first_line(error)}") from error
         if rest:
             yield rest
+
+
+def _connected() -> str:
+    """Address of the Ray that this process has joined: without one, the state API takes no other Ray beside it."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
 
 
 def open_logs(address: str | None) -> Logs:

@@ -62,6 +62,14 @@ def shard_pids(server: Served) -> list[int]:
     return sorted(found)
 
 
+def busiest_pid(server: Served) -> int:
+    """Process of the engine core that runs the most streams."""
+    busiest = max(ready(server), key=lambda replica: replica["num_running"])
+    gangs = httpx.get(f"{server.url}/cluster", trust_env=False).json()["gangs"]
+    [pid] = [rank["pid"] for gang in gangs if gang["replica_id"] == busiest["replica_id"] for rank in gang["ranks"]]
+    return pid
+
+
 def stream(server: Served, index: int, on_event: Callable[[int], None] = lambda num_events: None) -> list[int]:
     """Token ids of a streamed completion that must end well."""
     body = {"model": "sim-h200", "prompt": f"story {index}", "max_tokens": NUM_TOKENS, "seed": index, "stream": True}
@@ -115,8 +123,8 @@ def test_streams_go_on_elsewhere_when_an_engine_s_process_is_killed(
 ) -> None:
     moved = metric(server, "manta_requests_moved_total")
     before = {replica["replica_id"] for replica in ready(server)}
-    assert streams(server, disturb=lambda: os.kill(shard_pids(server)[0], signal.SIGKILL)) == undisturbed
-    assert metric(server, "manta_requests_moved_total") - moved >= NUM_STREAMS // 4
+    assert streams(server, disturb=lambda: os.kill(busiest_pid(server), signal.SIGKILL)) == undisturbed
+    assert metric(server, "manta_requests_moved_total") - moved >= NUM_STREAMS // 2
     # Serve replaces the replica.
     wait_until(lambda: len(ready(server)) == 2, timeout_s=60)
     assert len({replica["replica_id"] for replica in ready(server)} - before) == 1
