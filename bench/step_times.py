@@ -94,6 +94,8 @@ def run(
         hardware = hardware_of(device)
         if hardware is None:
             raise ConfigError(f"device = {device!r}: the peaks of this device are not known, which a profile corrects")
+        while built.runner.prepare_more():  # else small steps with prompts are launched kernel by kernel
+            pass
         bench = StepBench(
             built.runner,
             block_size=built.block_size,

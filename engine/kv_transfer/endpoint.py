@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import zmq
@@ -38,6 +39,51 @@ _STEP_WAIT_MS = 1
 _CLOSE_S = 10.0
 
 _Ready = torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class _Connections:
+    """Makes what leads to other ranks: links and the buffers behind them. Knows no endpoint, which holds who asks it:
+    an endpoint that is let go frees caches and buffers at once, not when the collector comes by."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    store: DeviceStore | HostStore
+    limits: TransportLimits
+    node: str | None
+    checksums: bool
+    slot_bytes: int
+    read_stream: torch.cuda.Stream | None
+
+    def connect(self, url: str, key: bytes) -> KvLink:
+        return KvLink(
+            self.context,
+            url,
+            key,
+            limits=self.limits,
+            geometry=self.store.geometry,
+            node=self.node,
+            make_slots=self.slots,
+            checksums=self.checksums,
+            now_s=time.monotonic(),
+        )
+
+    def slots(self, welcome: Welcome) -> OutSlots:
+        sizes = {"num_slots": self.limits.num_slots, "slot_bytes": self.slot_bytes}
+        if isinstance(self.store, HostStore):
+            return HostOut(self.store, **sizes)
+        assert self.read_stream is not None
+        if welcome.staging is not None:
+            try:
+                return PeerOut(self.store, self.read_stream, welcome.staging, pid=os.getpid())
+            except cuda_ipc.IpcUnavailable as error:
+                logger.warning("KV to another GPU of this node goes through host memory: %s", error)
+        return PinnedOut(self.store, self.read_stream, **sizes)
+
+    def shared(self) -> InShared:
+        assert isinstance(self.store, DeviceStore)
+        shard = self.store.shard
+        slot_bytes = max(self.limits.staging_bytes, self.store.block_bytes(shard.kv_heads))
+        return InShared(self.store.device, num_slots=self.limits.num_staging, slot_bytes=slot_bytes, pid=os.getpid())
 
 
 class KvEndpoint:
@@ -83,30 +129,30 @@ class KvEndpoint:
         self._device = caches[0][0].device
         self._is_cuda = self._device.type == "cuda"
         self._limits = limits or TransportLimits.of(self._device.type)
-        self._checksums = checksums
         self._on_event = on_event
         self._orders: deque[tuple[KvOrder, _Ready, Sequence[torch.cuda.Event] | None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
         self._lock = threading.Lock()
-        self._node = cuda_ipc.node_name() if self._is_cuda and shares_gpu_memory else None
-        self._store = (DeviceStore if self._is_cuda else HostStore)(caches, shards[rank])
-        self._slot_bytes = max(self._limits.frame_bytes, self._store.block_bytes(shards[rank].kv_heads))
-        self._read_stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+        node = cuda_ipc.node_name() if self._is_cuda and shares_gpu_memory else None
+        store = (DeviceStore if self._is_cuda else HostStore)(caches, shards[rank])
+        slot_bytes = max(self._limits.frame_bytes, store.block_bytes(shards[rank].kv_heads))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=self._limits.num_lanes)
+        read_stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+        connections = _Connections(self._context, store, self._limits, node, checksums, slot_bytes, read_stream)
         self._router = listening_socket(self._context, zmq.ROUTER, key, PURPOSE, host)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a sender that is gone shows as an error
         self._url = url_of(self._router)
         self._receiver = Receiver(
             self._router,
-            self._store,
-            self._writer(),
+            store,
+            _writer(store, slot_bytes),
             limits=self._limits,
-            node=self._node,
-            make_shared=self._shared if self._node is not None else None,
+            node=node,
+            make_shared=connections.shared if node is not None else None,
             on_event=on_event,
         )
-        self._sender = Sender(self._store, shards, rank, connect=self._connect, on_event=on_event)
+        self._sender = Sender(store, shards, rank, connect=connections.connect, on_event=on_event)
         self._polled: list[KvLink] = []
         self._poller = self._new_poller([])
         self._thread = threading.Thread(target=self._run, name="manta-kv", daemon=True)
@@ -237,37 +283,8 @@ class KvEndpoint:
             if poller.poll():
                 os.eventfd_read(self._wake_fd)
 
-    def _connect(self, url: str, key: bytes) -> KvLink:
-        return KvLink(
-            self._context,
-            url,
-            key,
-            limits=self._limits,
-            geometry=self._store.geometry,
-            node=self._node,
-            make_slots=self._slots,
-            checksums=self._checksums,
-            now_s=time.monotonic(),
-        )
 
-    def _slots(self, welcome: Welcome) -> OutSlots:
-        sizes = {"num_slots": self._limits.num_slots, "slot_bytes": self._slot_bytes}
-        if isinstance(self._store, HostStore):
-            return HostOut(self._store, **sizes)
-        assert self._read_stream is not None
-        if welcome.staging is not None:
-            try:
-                return PeerOut(self._store, self._read_stream, welcome.staging, pid=os.getpid())
-            except cuda_ipc.IpcUnavailable as error:
-                logger.warning("KV to another GPU of this node goes through host memory: %s", error)
-        return PinnedOut(self._store, self._read_stream, **sizes)
-
-    def _shared(self) -> InShared:
-        shard = self._store.shard
-        slot_bytes = max(self._limits.staging_bytes, self._store.block_bytes(shard.kv_heads))
-        return InShared(self._device, num_slots=self._limits.num_staging, slot_bytes=slot_bytes, pid=os.getpid())
-
-    def _writer(self) -> HostWriter | DeviceWriter:
-        if isinstance(self._store, HostStore):
-            return HostWriter(self._store)
-        return DeviceWriter(self._store, num_buffers=4, buffer_bytes=self._slot_bytes)
+def _writer(store: DeviceStore | HostStore, buffer_bytes: int) -> HostWriter | DeviceWriter:
+    if isinstance(store, HostStore):
+        return HostWriter(store)
+    return DeviceWriter(store, num_buffers=4, buffer_bytes=buffer_bytes)

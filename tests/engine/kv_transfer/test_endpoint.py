@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import ExitStack
 
 import pytest
 import torch
 
+from manta.engine.kv_transfer.endpoint import KvEndpoint
 from manta.engine.kv_transfer.messages import (
     Accepted,
     Failed,
@@ -55,6 +58,23 @@ def test_blocks_arrive_whole_and_others_stay_untouched(source_split: tuple[int, 
         a_block = 2 * 7 * SHAPE.head_dim * 4
         cells = sum((shard.layers[1] - shard.layers[0]) * (shard.kv_heads[1] - shard.kv_heads[0]) for shard in targets)
         assert num_bytes == 4 * cells * a_block
+
+
+def test_endpoints_that_are_let_go_leave_without_the_collector():
+    """With them go caches and buffers."""
+
+    def used() -> list[weakref.ref[KvEndpoint]]:
+        blocks = random_blocks(SHAPE, num_blocks=10, block_size=7)
+        with KvGang(shards_of(SHAPE), blocks) as source, KvGang(shards_of(SHAPE), nan_blocks(blocks)) as target:
+            hand_over(source, target, 1, SOURCE_IDS, TARGET_IDS, num_tokens=27)
+            return [weakref.ref(endpoint) for gang in (source, target) for endpoint in gang.endpoints]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [endpoint() for endpoint in used()] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("frame_bytes", [1, 1000, 5000])
