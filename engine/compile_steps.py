@@ -62,6 +62,7 @@ def compile_steps(
             block_size=layout.block_size,
             capture=None,
             device=device,
+            decodes_as_prefills=deterministic,
         ).run_largest()
         for kind, size in kinds:
             buffers = DecodeBuffers(size, no_slot=max_num_seqs, device=device)

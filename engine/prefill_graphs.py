@@ -1,8 +1,9 @@
 """Keeps the forward pass of small steps with prefills as CUDA graphs, padded to a few numbers of tokens.
 
-A short prompt computes for less time than the host takes to launch its kernels one by one. One graph serves any mix of
-decodes and prefills that fits: decodes come first, as in a plan, and lie in a sequence without keys for the prefill
-kernel, which skips it, while rows behind them have no keys for the decode kernel. A graph ends with the last layer's
+A short prompt computes for less time than the host takes to launch its kernels one by one. One graph of a size serves
+any mix of decodes and prefills that fits: decodes come first, as in a plan, and lie in a sequence without keys for the
+prefill kernel, which skips it, while rows behind them have no keys for the decode kernel. Another one serves steps
+without decodes: that kernel takes time even where it finds nothing. A graph ends with the last layer's
 queries: what follows concerns only the rows that sample, and runs after it like the draw. Knows slots and sizes, no
 requests.
 """
@@ -68,8 +69,10 @@ class PrefillGraphs:
         block_size: int,
         capture: GraphCapture | None,
         device: torch.device,
+        decodes_as_prefills: bool = False,
     ) -> None:
-        """Without `capture` steps run kernel by kernel, padded all the same (on CPU: tests)."""
+        """Without `capture` steps run kernel by kernel, padded all the same (on CPU: tests). `decodes_as_prefills`: as
+        plans are laid out, so that no step has decodes."""
         self._model = model
         self._caches = caches
         self._table = state.block_table
@@ -91,7 +94,9 @@ class PrefillGraphs:
         self._queries = torch.empty((most, *heads), dtype=model.dtype, device=device)
         if device.type == "cuda":  # they were filled on this thread's stream, steps run on the lane's
             torch.cuda.current_stream(device).synchronize()
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._kinds = (False,) if decodes_as_prefills else (False, True)
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
+        """By padded size, and whether there are decodes."""
 
     def take(self, batch: BatchLayout, arrays: dict[str, np.ndarray]) -> PaddedStep | None:
         """Move what `forward` reads from a step's `arrays` to where a graph finds it. None: no graph takes the step,
@@ -100,36 +105,42 @@ class PrefillGraphs:
         if not 0 < num_prefills <= MAX_PREFILLS or batch.num_tokens > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
+        has_decodes = batch.num_decodes > 0
+        begin = self._graphs.get((size, has_decodes))
         if self._capture is None:
-            begin = self._begin_of(size)
-        elif size in self._graphs:
-            begin = self._graphs[size]
-        else:
+            begin = self._begin_of(size, has_decodes)
+        if begin is None:
             return None
         places = self._upload.next_arrays()
         stage = self._upload.stage
         _fill(places, batch, {name: arrays.pop(name) for name in _MOVED})
         token_ids = self._upload.tensors["token_ids"][:size]
         return PaddedStep(
-            token_ids, batch.num_tokens, lambda: self._upload.send(stage), begin, lambda last: self._finish(size, last)
+            token_ids,
+            batch.num_tokens,
+            lambda: self._upload.send(stage),
+            begin,
+            lambda last: self._finish(size, has_decodes, last),
         )
 
     def preparations(self) -> Iterator[None]:
         """Captures one more graph each time it is asked, the largest first: the others fit into its memory."""
         assert self._capture is not None
-        for size in reversed(self._sizes):
-            self._clear()
-            self._graphs[size] = self._capture.capture(self._begin_of(size)).replay
-            yield
+        for has_decodes in self._kinds:
+            for size in reversed(self._sizes):
+                self._clear()
+                self._graphs[size, has_decodes] = self._capture.capture(self._begin_of(size, has_decodes)).replay
+                yield
 
     def run_largest(self) -> None:
         """The largest step with nothing but padding, kernel by kernel: what memory that takes can be measured."""
         self._clear()
-        self._begin_of(self._sizes[-1])()
-        self._finish(self._sizes[-1], None)
+        for has_decodes in self._kinds:
+            self._begin_of(self._sizes[-1], has_decodes)()
+            self._finish(self._sizes[-1], has_decodes, None)
 
-    def _begin_of(self, size: int) -> Callable[[], None]:
-        batch, token_ids = self._batch_of(size), self._upload.tensors["token_ids"][:size]
+    def _begin_of(self, size: int, has_decodes: bool) -> Callable[[], None]:
+        batch, token_ids = self._batch_of(size, has_decodes), self._upload.tensors["token_ids"][:size]
 
         def begin() -> None:
             residual, q = self._model.begin(token_ids, batch, self._caches)
@@ -138,20 +149,21 @@ class PrefillGraphs:
 
         return begin
 
-    def _finish(self, size: int, last: LastRows | None) -> torch.Tensor:
+    def _finish(self, size: int, has_decodes: bool, last: LastRows | None) -> torch.Tensor:
         residual, q = self._residual[:size], self._queries[:size]
-        return self._model.finish(residual, q, self._batch_of(size), self._caches[-1], last=last)
+        return self._model.finish(residual, q, self._batch_of(size, has_decodes), self._caches[-1], last=last)
 
-    def _batch_of(self, size: int) -> AttentionBatch:
+    def _batch_of(self, size: int, has_decodes: bool) -> AttentionBatch:
         tensors = self._upload.tensors
-        num_decodes = min(size, self._num_decodes)
         table, longest = self._table, self._longest
+        decode = None
+        if has_decodes:
+            count = min(size, self._num_decodes)
+            decode = DecodeRows(count, table, tensors["decode_rows"][:count], tensors["decode_lens"][:count], longest)
         return AttentionBatch(
             tensors["positions"][:size],
             tensors["slot_mapping"][:size],
-            DecodeRows(
-                num_decodes, table, tensors["decode_rows"][:num_decodes], tensors["decode_lens"][:num_decodes], longest
-            ),
+            decode,
             PrefillRows(
                 table,
                 tensors["prefill_rows"],

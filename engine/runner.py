@@ -195,7 +195,12 @@ class ModelRunner:
         prefills: Iterator[None] = iter(())
         if options.max_padded_tokens:
             self._prefill_graphs = PrefillGraphs(
-                model, self._caches, self._state, max_num_tokens=options.max_padded_tokens, **common
+                model,
+                self._caches,
+                self._state,
+                max_num_tokens=options.max_padded_tokens,
+                decodes_as_prefills=options.deterministic,
+                **common,
             )
             prefills = self._prefill_graphs.preparations()
         if capture is not None:

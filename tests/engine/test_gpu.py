@@ -195,7 +195,7 @@ def test_graphs_are_captured_in_advance_until_none_is_missing(tiny: tuple[Path, 
     while built.runner.prepare_more():
         count += 1
     assert len(graphs._steps) == 4 * 3  # 1, 2, 4 and 8 rows; greedy, plain and filtered draws
-    assert len(prefills._graphs) == len(padded_tokens(2048))
+    assert len(prefills._graphs) == 2 * len(padded_tokens(2048))  # with and without decodes
     assert count == len(graphs._steps) + len(prefills._graphs)
     before = set(graphs._steps)
     assert Driver(built).generate(PROMPTS, 12) == expected
