@@ -29,20 +29,23 @@ def print_explanation(console: Console, found: dict[str, Any]) -> None:
 
 
 def candidate_table(decision: dict[str, Any]) -> Table:
-    """All replicas, or pairs of them, that were considered: seconds of each term, and why others were rejected."""
+    """All replicas, or pairs of them, that were considered: seconds of each term, and why others were rejected.
+
+    Those whose totals, each give or take its noise, overlap with the least one's are level: requests decide there."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("replica", "prompt on", "cached"):
         table.add_column(column, overflow="fold")
-    for column in (*_TERMS, "total"):
+    for column in (*_TERMS, "total", "noise", "requests"):
         table.add_column(column, justify="right")
     table.add_column("rejected because it", overflow="fold")
     chosen = (decision["replica_id"], decision["prefill_replica_id"])
     for one in decision["candidates"]:
         terms = one["terms"]
-        numbers = [""] * (len(_TERMS) + 2)
+        numbers = [""] * (len(_TERMS) + 4)
         if terms is not None:
-            seconds = [terms[name] for name in (*_TERMS.values(), "total_s")]
-            numbers = [str(terms["num_cached_tokens"]), *(f"{value:.4f}" for value in seconds)]
+            seconds = [*(terms[name] for name in (*_TERMS.values(), "total_s")), one["noise_s"]]
+            cells = [f"{value:.4f}" for value in seconds]
+            numbers = [str(terms["num_cached_tokens"]), *cells, str(one["num_requests"])]
         is_chosen = (one["replica_id"], one["prefill_replica_id"]) == chosen and not one["rejected"]
         table.add_row(
             ("> " if is_chosen else "  ") + one["replica_id"],

@@ -19,6 +19,8 @@ from .workload import Outcome, SimRequest
 
 FRAME_DELAY_S = 1e-3
 """From the end of a step to the edge's knowledge of it: encoding, a local network, decoding."""
+BEAT_INTERVAL_S = 0.5
+"""Edges hear of a replica at least so often, as over the channel: also of one that is idle or has nothing to decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Fleet:
         self._frame_delay_s = frame_delay_s
         self._frames: deque[tuple[float, Frame]] = deque()
         """On their way to the edges, with their times of arrival."""
+        self._heard_s: dict[str, float] = {}
+        """When the edges heard of each replica last."""
         self._held: deque[Outcome] = deque()
         self._next_edge = 0
 
@@ -103,6 +107,7 @@ class Fleet:
         replica = Replica(replica_id, spec, self.events, self.on_frame, takes_stretches=takes_stretches)
         replica.on_begin = self.handoffs.begin
         self.replicas[replica_id] = replica
+        self._heard_s[replica_id] = self.events.now_s
         return replica
 
     def _arrive(self, outcome: Outcome) -> None:
@@ -119,11 +124,24 @@ class Fleet:
         frames = self._frames
         while frames and frames[0][0] <= until_s:
             arrived_s, frame = frames.popleft()
-            for router in self.routers:
-                router.learn(frame, arrived_s)
+            self._hear(frame, arrived_s)
+
+    def _hear(self, frame: Frame, arrived_s: float) -> None:
+        self._heard_s[frame.replica_id] = arrived_s
+        for router in self.routers:
+            router.learn(frame, arrived_s)
+
+    def _hear_of_quiet_ones(self) -> None:
+        """Before somebody decides: the beats of replicas that had no news."""
+        now_s = self.events.now_s
+        for replica_id, replica in self.replicas.items():
+            if now_s - self._heard_s[replica_id] > BEAT_INTERVAL_S:
+                replica.disturb()
+                self._hear(Frame(replica_id, [], (), replica.snapshot(), None), now_s)
 
     def _place(self, outcome: Outcome) -> bool:
         """Send the request where its edge's router says; False when that is nowhere."""
+        self._hear_of_quiet_ones()
         router = self.routers[self._next_edge]
         route = router.route(outcome.request, self.events.now_s)
         if route is None:

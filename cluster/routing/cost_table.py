@@ -57,6 +57,8 @@ class Loads(NamedTuple):
     matched_block_size: Column
     kv_bytes_per_token: Column
     transfer_bytes_s: Column
+    num_requests: Column
+    noise_s: Column
 
     @classmethod
     def of(cls, views: Sequence[ReplicaView], stand_in: StepCosts) -> tuple[Self, Greatest]:
@@ -134,6 +136,8 @@ class CostTable:
             alone[unable] = np.inf
         self.totals, self.first_tokens = alone, prompt_s
         """Seconds that candidates are compared by, and until the first token. [candidates]"""
+        self.noises = loads.noise_s
+        """Standard errors of these, as far as the steps under way make them. [candidates]"""
         if greatest.is_prefill and request.may_detour:
             self._pair_up(totals, able)
 
@@ -152,13 +156,35 @@ class CostTable:
 
     def replica_id(self, index: int) -> str:
         """Where a candidate decodes."""
-        pair = index - self.num_alone
-        return self._views[index if pair < 0 else self._pairs[pair][1]].replica_id
+        return self._views[self._decodes_on(index)].replica_id
 
     def prefill_replica_id(self, index: int) -> str | None:
         """Where its prompt is computed, if that is another replica."""
         pair = index - self.num_alone
         return None if pair < 0 else self._views[self._pairs[pair][0]].replica_id
+
+    def num_requests(self, index: int) -> int:
+        """That run and wait where it decodes, and where its prompt is computed."""
+        pair = index - self.num_alone
+        return sum(int(self._loads.num_requests[one]) for one in (self._pairs[pair] if pair >= 0 else (index,)))
+
+    def level_with(self, best: int, latest_s: float) -> list[int]:
+        """Candidates that cannot be told from the cheapest one, itself included: their costs and its cost, each give or
+        take its noise, overlap. Without those whose first token comes later than `latest_s`."""
+        highest_s = self.totals[best] + self.noises[best] + self._settings.tie_s
+        level = (self.totals - self.noises <= highest_s).nonzero()[0].tolist()
+        return level if len(level) == 1 else [one for one in level if self.first_tokens[one] <= latest_s]
+
+    def fewest(self, level: Sequence[int]) -> list[int]:
+        """Those of these candidates that a session calls its own, or else that have the fewest requests; of several
+        that have as many, the ones whose requests are the least work in each step."""
+        loads, decoding = self._loads, [self._decodes_on(index) for index in level]
+        keys = [
+            (one not in self._own, self.num_requests(index), float(loads.decode_step_s[one]))
+            for index, one in zip(level, decoding, strict=True)
+        ]
+        least = min(keys)
+        return [index for index, key in zip(level, keys, strict=True) if key == least]
 
     def terms_of(self, index: int) -> CostTerms:
         pair = index - self.num_alone
@@ -186,8 +212,18 @@ class CostTable:
             terms = self.terms_of(index)
             is_late = terms.first_token_s > latest_s
             rejected = f"the first token would come in {terms.first_token_s:.3g} s" if is_late else None
-            found.append(Considered(self.replica_id(index), self.prefill_replica_id(index), terms, rejected))
+            found.append(
+                Considered(
+                    *(self.replica_id(index), self.prefill_replica_id(index), terms, rejected),
+                    num_requests=self.num_requests(index),
+                    noise_s=float(self.noises[index]),
+                )
+            )
         return found
+
+    def _decodes_on(self, index: int) -> int:
+        pair = index - self.num_alone
+        return index if pair < 0 else self._pairs[pair][1]
 
     def _cached_on(self, index: int) -> int:
         return 0 if self._num_cached is None else int(self._num_cached[index])
@@ -255,7 +291,10 @@ class CostTable:
         self._pair_terms = terms = np.concatenate((pairs, more), axis=1)
         self._pairs = [*((best, index) for index in decoding), *((index, nearest) for index in others)]
         self.totals = np.concatenate((self.totals, np.add.reduce(terms)))
-        self.first_tokens = np.concatenate((self.first_tokens, terms[QUEUE] + terms[PREFILL]))
+        first_tokens = terms[QUEUE] + terms[PREFILL]
+        prefill_noises = self._loads.noise_s[[index for index, _ in self._pairs]]
+        self.first_tokens = np.concatenate((self.first_tokens, first_tokens))
+        self.noises = np.concatenate((self.noises, prefill_noises))
 
     def _terms_of_pairs(self, prefilling: list[int], decoding: list[int]) -> NDArray[np.float64]:
         """Terms of pairs, index by index. [6, pairs]"""

@@ -23,7 +23,7 @@ class RoutingSettings:
     affinity_s: float = 0.01
     """How far a session's own replica is ahead of others."""
     tie_s: float = 1e-4
-    """Candidates this near the best are level with it, too; one of them is drawn."""
+    """Candidates this near the best are level with it, however well costs are known."""
     ramp_s: float = 10.0
     """Over so long a replica that has just become ready is filled; 0: at once."""
     silent_s: float = 2.0
@@ -109,6 +109,10 @@ class Considered:
     """None where it was rejected before it was counted."""
     rejected: str | None
     """Why it could not be chosen; None: it could."""
+    num_requests: int = 0
+    """That run and wait there, on both of a pair."""
+    noise_s: float = 0.0
+    """Standard error of its seconds: candidates are level where costs overlap, each give or take that."""
 
 
 @dataclass(frozen=True, slots=True)

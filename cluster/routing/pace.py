@@ -11,6 +11,8 @@ class Pace(NamedTuple):
 
     queue_s: float
     """From a request's arrival until the replica turns to its prompt, as far as other prompts delay it."""
+    noise_s: float
+    """Standard error of that, as far as nobody but the replica knows how much of its step is over."""
     slot_s: float
     """Until the request gets a slot; 0 while one is free."""
     has_prompts_waiting: bool
@@ -45,7 +47,7 @@ COLUMNS = (
     *GREATEST_COLUMNS,
     *("slot_s", "chunk", "chunk_s", "step_s", "decode_step_s", "num_decodes", "token_s", "context_token_s"),
     *("wait_s", "spare_tokens", "token_room_s", "least_step_s", "full_step_s", "context_decodes_s", "half_pair_s"),
-    *("matched_block_size", "kv_bytes_per_token", "transfer_bytes_s"),
+    *("matched_block_size", "kv_bytes_per_token", "transfer_bytes_s", "num_requests", "noise_s"),
 )
 """What is packed: of a pace, and what follows from it. Seconds until a prompt's turn; tokens that find room at once and
 seconds until one more does; a step's seconds at least, and those that its prompt tokens come on top of; what all

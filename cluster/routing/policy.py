@@ -8,6 +8,9 @@ is not cached there, decoding beside its other requests, and a share of the time
 prefill and decode replicas, a pair of them is one more candidate: the prompt is computed on one and its KV moves to the
 other. All are compared in the same seconds, so that a hot prefix spreads when waiting for it takes longer than
 computing it elsewhere, and a short or well-cached prompt skips the detour.
+
+How much of a replica's step is over when a request comes is known to nobody here. Candidates whose costs differ by less
+than that makes uncertain are level, and the one with the fewest requests is taken.
 """
 
 from __future__ import annotations
@@ -51,9 +54,11 @@ def decide(
     settings: RoutingSettings,
     tie: float,
 ) -> Decision | NoRoom:
-    """The candidate with the least cost among `views`, which are the replicas that take new work.
+    """The candidate with the least cost among `views`, which are the replicas that take new work; of those that are
+    level with it, the one with the fewest requests.
 
-    `tie` in [0, 1) draws among those that are level: routers that pass different numbers do not all choose the same.
+    `tie` in [0, 1) draws among those that are alike in that, too: routers that pass different numbers do not all choose
+    the same.
     Changes nothing; the caller tells view and index what it then sends.
     """
     if not views:
@@ -86,12 +91,15 @@ def decide(
             reason = NoRoomReason.WAIT if soonest_s > settings.max_wait_s else NoRoomReason.DEADLINE
             return NoRoom(reason, soonest_s, considered)
         best = int(np.where(first_tokens <= latest_s, totals, math.inf).argmin())
-    level = (totals <= totals[best] + settings.tie_s).nonzero()[0].tolist()
-    if len(level) > 1:
-        level = [one for one in level if first_tokens[one] <= latest_s]
-    chosen = level[int(tie * len(level))]
+    level = table.level_with(best, latest_s)
+    fewest = level if len(level) == 1 else table.fewest(level)
+    chosen = fewest[int(tie * len(fewest))]
     estimate = CostTerms(0) if stand_in is None else table.terms_of(chosen)
-    reason = _reason(estimate, len(table), len(level), is_by_load=stand_in is None)
+    level_note = ""
+    if len(level) > 1:
+        drawn = f", drawn among {len(fewest)}" if len(fewest) > 1 else ""
+        level_note = f": fewest requests ({table.num_requests(chosen)}) of {len(level)} that are level{drawn}"
+    reason = _reason(estimate, len(table), level_note, is_by_load=stand_in is None)
     replica_id, prefill_replica_id = table.replica_id(chosen), table.prefill_replica_id(chosen)
     return Decision(replica_id, prefill_replica_id, estimate, reason, stand_in is None, considered)
 
@@ -177,11 +185,10 @@ def _has_enough(view: ReplicaView, now_s: float, ramp_s: float) -> bool:
     return age_s < ramp_s and view.num_own >= most
 
 
-def _reason(estimate: CostTerms, num_candidates: int, num_level: int, *, is_by_load: bool) -> str:
-    drawn = f", drawn among {num_level} that are level" if num_level > 1 else ""
+def _reason(estimate: CostTerms, num_candidates: int, level_note: str, *, is_by_load: bool) -> str:
     if is_by_load:
-        return f"least load of {num_candidates} candidates of unknown speed{drawn}"
+        return f"least load of {num_candidates} candidates of unknown speed{level_note}"
     return (
         f"least cost ({estimate.total_s:.4g} s, first token in {estimate.first_token_s:.4g} s) "
-        f"of {num_candidates} candidates{drawn}"
+        f"of {num_candidates} candidates{level_note}"
     )

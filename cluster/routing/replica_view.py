@@ -31,6 +31,8 @@ USUAL_OUTPUT_TOKENS = 256
 """Tokens of an answer, while nothing is known of how fast a replica ends requests."""
 STEPS_TO_BEGIN = 1.5
 """A request comes in the middle of a step, on average, when the next one is planned already."""
+PHASE_STEPS = 1.0 / math.sqrt(12.0)
+"""Standard deviation of that: any part of the step may be over, each as likely."""
 SNAPSHOTS_UNTIL_COUNTED = 2
 """The first snapshot after a request was sent may have been on its way; the second counts it."""
 
@@ -241,10 +243,11 @@ class ReplicaView:
         costs = self._costs
         pace = self._derive(costs or stand_in)
         block_size, fixed_s, num_decodes, token_s = self.block_size, pace.fixed_s, pace.num_decodes, pace.token_s
+        num_requests = self.num_requests
         packed = pack_columns(
             self._role is Role.PREFILL,
             pace.has_prompts_waiting,
-            self.num_requests + 1 - self._max_requests,
+            num_requests + 1 - self._max_requests,
             self.ready_at_s,
             -math.inf if self.learned_at_s is None else -self.learned_at_s,
             -pace.chunk,
@@ -266,6 +269,8 @@ class ReplicaView:
             0.0 if costs is None else block_size,
             self.kv_bytes_per_token,
             self.transfer_bytes_s or 0.0,
+            num_requests,
+            pace.noise_s,
         )
         if costs is not None:
             self.packed = packed
@@ -292,7 +297,9 @@ class ReplicaView:
         num_new = unseen.num_new_tokens + seen.num_new_tokens
         if num_new:
             queue_s += ahead * (unseen.num_pairs + seen.num_pairs) / num_new * costs.pair_s
+        noise_s = 0.0
         if num_running or num_waiting:
+            noise_s = PHASE_STEPS * step_s
             # The steps that are planned already take the decodes, and prompts that were sent and are in no queue.
             queue_s += STEPS_TO_BEGIN * step_s + max(0, seen.num_new_tokens - reported) * token_s
         # A request decodes beside those that run and those that wait before it.
@@ -307,6 +314,7 @@ class ReplicaView:
         correction = self.correction
         return Pace(  # in the order of its fields: this runs for each snapshot
             queue_s * correction,
+            noise_s * correction,
             num_missing / ends_per_s if num_missing > 0 else 0.0,
             ahead > chunk,
             chunk,

@@ -113,6 +113,8 @@ def _candidate(one: Considered) -> dict[str, Any]:
         "prefill_replica_id": one.prefill_replica_id,
         "rejected": one.rejected,
         "terms": None if one.terms is None else _terms(one.terms),
+        "num_requests": one.num_requests,
+        "noise_s": round(one.noise_s, 6),
     }
 
 

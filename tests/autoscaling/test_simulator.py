@@ -186,3 +186,21 @@ def test_the_first_frame_after_a_request_was_sent_does_not_count_it_and_the_seco
     assert isinstance(router, InTurn)
     counted = [frame.snapshot.num_running + frame.snapshot.num_waiting for _, frame in router.frames]
     assert counted[:2] == [1, 2]
+
+
+def test_edges_hear_of_replicas_that_are_idle_or_only_decode() -> None:
+    fleet = fleet_of(2)
+    fleet.run([request("long", 16, 400), request("late", 16, 2, at_s=0.3), request("later", 16, 2, at_s=10.0)])
+    [router] = fleet.routers
+    assert isinstance(router, InTurn)
+    heard = {frame.replica_id: at_s for at_s, frame in router.frames if 10.0 - 0.5 <= at_s <= 10.0}
+    assert heard == {"r0": 10.0, "r1": 10.0}
+
+
+def test_a_replica_that_only_decodes_says_how_far_it_is() -> None:
+    fleet = fleet_of(1, num_blocks=512, block_size=1024)
+    fleet.run([request("long", 16, 900), request("late", 16, 2, at_s=0.8)])
+    [router] = fleet.routers
+    assert isinstance(router, InTurn)
+    [beat] = [frame for at_s, frame in router.frames if at_s == 0.8]
+    assert beat.snapshot.num_context_tokens > 400

@@ -20,6 +20,8 @@ from manta.engine.step_costs import StepCosts
 
 COSTS = StepCosts(overhead_s=0.001, weights_s=0.004, token_s=2e-5, pair_s=0.0, context_token_s=3e-8)
 """8,000 tokens take 0.162 s."""
+FLAT = StepCosts(overhead_s=0.001, weights_s=0.004, token_s=2e-5, pair_s=0.0, context_token_s=0.0)
+"""The same, with steps of 5 ms however many tokens of context are read."""
 HASHES = [bytes([number]) * 16 for number in range(125)]
 """Of 8,000 tokens."""
 SETTINGS = RoutingSettings(decode_weight=1.0, interference_weight=0.02, work_weight=0.0)
@@ -140,12 +142,71 @@ def test_a_prompt_stalls_few_decodes_rather_than_many():
     assert chosen(ask(views, index, settings=unweighed)) == "many"
 
 
-def test_level_candidates_are_drawn_by_the_number_given():
+def test_candidates_that_are_alike_in_everything_are_drawn_by_the_number_given():
     views = [view(name) for name in "abcd"]
     assert [chosen(ask(views, tie=tie)) for tie in (0.0, 0.3, 0.6, 0.99)] == ["a", "b", "c", "d"]
     answer = ask(views, tie=0.3)
     assert isinstance(answer, Decision)
-    assert answer.reason.endswith("of 4 candidates, drawn among 4 that are level")
+    assert answer.reason.endswith("of 4 candidates: fewest requests (0) of 4 that are level, drawn among 4")
+
+
+def test_of_candidates_that_differ_by_less_than_the_phase_of_a_step_the_one_with_the_fewest_requests_is_taken():
+    def observed(name: str, num_running: int, ratio: float) -> ReplicaView:
+        one = busy(name, num_running=num_running, costs=FLAT)
+        one.sent("x", 10, 10, 100.0, estimate_s=0.01)
+        one.began("x", 100.0 + 0.01 * ratio)
+        one.ended("x")
+        return one
+
+    short = {"num_prompt_tokens": 20, "block_hashes": ()}
+    views = [observed("quick", 9, 0.8), observed("few", 2, 1.5)]
+    answer = ask(views, **short)
+    assert isinstance(answer, Decision)
+    quick, few = answer.considered  # the cheapest first
+    assert quick.terms is not None
+    assert few.terms is not None
+    assert SETTINGS.tie_s < few.terms.total_s - quick.terms.total_s < few.noise_s + quick.noise_s
+    assert (answer.replica_id, few.num_requests, quick.num_requests) == ("few", 2, 9)
+    assert answer.estimate == few.terms
+    assert answer.reason.endswith("of 2 candidates: fewest requests (2) of 2 that are level")
+
+
+def test_noise_is_what_a_step_under_way_makes_uncertain_and_an_idle_replica_has_none():
+    answer = ask([busy("busy", num_running=9, costs=FLAT), view("idle", costs=FLAT)], num_prompt_tokens=20)
+    assert isinstance(answer, Decision)
+    assert {one.replica_id: one.noise_s for one in answer.considered} == {
+        "busy": pytest.approx(0.005 / math.sqrt(12)),
+        "idle": 0.0,
+    }
+
+
+def test_of_level_candidates_with_as_many_requests_the_one_with_less_to_read_is_taken():
+    views = [busy(name, num_running=5) for name in "ab"]
+    views[1].learn(Snapshot(num_running=5, num_context_tokens=4900), 100.0)
+    assert {chosen(ask(views, tie=tie, expected_output_tokens=1)) for tie in (0.0, 0.9)} == {"b"}
+
+
+def test_a_burst_of_short_prompts_spreads_evenly_over_replicas_that_are_alike():
+    views = [busy(name, num_running=1, costs=FLAT) for name in "ab"]
+    views[0].correction, views[1].correction = 0.97, 1.03
+    counts: Counter[str] = Counter()
+    for number in range(16):
+        name = chosen(ask(views, num_prompt_tokens=20, block_hashes=(), tie=0.5))
+        [there] = [one for one in views if one.replica_id == name]
+        there.sent(str(number), 20, 20, 100.0)
+        there.began(str(number))
+        there.learn(Snapshot(num_running=2 + counts[name], num_context_tokens=20 * (2 + counts[name])), 100.0)
+        counts[name] += 1
+    assert counts == {"a": 8, "b": 8}
+
+
+def test_a_session_keeps_its_own_replica_among_level_ones_whatever_requests_others_have():
+    views = [busy(name, num_running=4, costs=FLAT) for name in "abcd"]
+    home = chosen(ask(views, session="s", num_prompt_tokens=20))
+    views = [busy(one.replica_id, num_running=9 if one.replica_id == home else 4, costs=FLAT) for one in views]
+    unattached = RoutingSettings(affinity_s=0.0, work_weight=0.0)
+    assert chosen(ask(views, session="s", num_prompt_tokens=20, settings=unattached)) == home
+    assert chosen(ask(views, num_prompt_tokens=20, settings=unattached)) != home
 
 
 def test_a_session_stays_where_it_is_while_candidates_are_nearly_level():

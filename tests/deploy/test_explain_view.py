@@ -27,8 +27,22 @@ DECISION: dict[str, Any] = {
     "prefill_replica_id": None,
     "estimate": TERMS,
     "candidates": [
-        {"replica_id": "replica-a", "prefill_replica_id": None, "rejected": None, "terms": TERMS},
-        {"replica_id": "replica-b", "prefill_replica_id": None, "rejected": "is full: 4 of 4 requests", "terms": None},
+        {
+            "replica_id": "replica-a",
+            "prefill_replica_id": None,
+            "rejected": None,
+            "terms": TERMS,
+            "num_requests": 3,
+            "noise_s": 0.0012,
+        },
+        {
+            "replica_id": "replica-b",
+            "prefill_replica_id": None,
+            "rejected": "is full: 4 of 4 requests",
+            "terms": None,
+            "num_requests": 4,
+            "noise_s": 0.0,
+        },
     ],
 }
 
@@ -51,7 +65,7 @@ def test_every_candidate_is_shown_with_its_terms_the_chosen_one_marked() -> None
         "│",
         "│",
         "640",
-        *_cells("0.0100 0.0200 0.0000 0.5000 0.0010 -0.0100 0.5210"),
+        *_cells("0.0100 0.0200 0.0000 0.5000 0.0010 -0.0100 0.5210 0.0012 3"),
         "│",
     ]
     assert "is full: 4 of 4 requests" in text

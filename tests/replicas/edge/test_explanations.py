@@ -48,6 +48,15 @@ def test_a_decision_shows_every_candidate_its_costs_and_why_others_were_rejected
     assert by_id["full"]["rejected"] == "is full: 4 of 4 requests"
 
 
+def test_a_decision_shows_what_makes_candidates_level_and_which_of_them_has_the_fewest_requests() -> None:
+    tree = explained(view("many", num_running=2), view("few", num_running=1)).tree()
+    by_id = {candidate["replica_id"]: candidate for candidate in tree["candidates"]}
+    assert tree["replica_id"] == "few"
+    assert tree["reason"].endswith(": fewest requests (1) of 2 that are level")
+    assert [by_id[name]["num_requests"] for name in ("many", "few")] == [2, 1]
+    assert by_id["few"]["noise_s"] == round(1e-4 / 12**0.5, 6)
+
+
 def test_sequences_of_a_response_are_found_together_and_alone() -> None:
     kept = Explanations()
     kept.add("cmpl-1-0", explained(view("a")))

@@ -172,7 +172,7 @@ async def test_choices_of_a_chat_move_with_their_role_their_usage_and_their_orde
 
         def kill(num_tokens: int) -> None:
             if num_tokens >= 20 * (len(killed) + 1) and len(killed) < 2:
-                killed.append(edge.fleet.held[0])
+                killed.append(next(name for name in edge.fleet.held if name not in killed))
                 edge.fleet.engines.pop(killed[-1]).close()
 
         moved = await edge.answer(edge.job(**fields), after=kill)
