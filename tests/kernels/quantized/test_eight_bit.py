@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,14 @@ def test_many_rows(
 def test_rows_that_end_within_a_step(format: Format, device: torch.device) -> None:
     weight = random_weight(format, 66, 208, 208, device)
     check(swapped_product, 3, weight, "plain", torch.float16, SwappedTiles(64, 16, 128, 4, 3, splits=2))
+
+
+@pytest.mark.parametrize("fused", ["plain", "gated"])
+def test_scales_that_blocks_of_rows_share(fused: str, device: torch.device) -> None:
+    weight = random_weight(Format.FP8, 256, 256, 128, device)
+    even_and_odd = weight.scales.view(2, 2, 64, 2)[:, :, :1].expand(2, 2, 64, 2)
+    weight = replace(weight, scales=even_and_odd.reshape(2, 256), uniform_rows=128)
+    check(tiled_product, 70, weight, fused, torch.bfloat16, GemmTiles(64, 128, 128, 4, 3))
 
 
 def test_int8_sums_are_exact(device: torch.device) -> None:
