@@ -133,13 +133,15 @@ def first_and_last(rows: int) -> torch.Tensor:
 
 
 class poisoned_memory:  # noqa: N801
-    """While entered, `torch.empty` hands out NaN."""
+    """While entered, `torch.empty` hands out NaN, where a type has it and `fill_`."""
 
     def __enter__(self) -> None:
         self._empty = torch.empty
 
         def empty(*args: Any, **options: Any) -> torch.Tensor:
-            return self._empty(*args, **options).fill_(torch.nan)
+            tensor = self._empty(*args, **options)
+            has_nan = tensor.dtype.is_floating_point and tensor.element_size() >= 2
+            return tensor.fill_(torch.nan) if has_nan else tensor
 
         torch.empty = empty
 

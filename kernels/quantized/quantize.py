@@ -68,7 +68,7 @@ def silu_and_mul_quantize_reference(gate_up: torch.Tensor, format: Format, group
     return quantize_rows_reference(silu_and_mul_reference(gate_up.float(), interleaved=True), format, group)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x_ptr,
     norm_weight_ptr,
