@@ -61,12 +61,12 @@ def layers_of(model: ModelShape) -> list[Layer]:
 class Operands:
     """Inputs of one layer for up to `max_rows` rows, weights in as many copies as pass over the L2 cache."""
 
-    def __init__(self, layer: Layer, max_rows: int, device: torch.device) -> None:
+    def __init__(self, layer: Layer, max_rows: int, device: torch.device, *, copies: int | None = None) -> None:
         self.layer = layer
         self._x = random(device, max_rows, layer.k_size)
         self._residual = random(device, max_rows, layer.n_size) if layer.kind == "add" else None
         self._norm_weight = random(device, layer.k_size) if layer.kind != "add" else None
-        copies = num_rotations(2 * layer.n_size * layer.k_size)
+        copies = copies or num_rotations(2 * layer.n_size * layer.k_size)
         self._weights = [random(device, layer.n_size, layer.k_size) * layer.k_size**-0.5 for _ in range(copies)]
 
     def calls(self, tiles: linear.Tiles | None, rows: int) -> list[Callable[[], torch.Tensor]]:

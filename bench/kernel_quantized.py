@@ -38,6 +38,7 @@ from .kernel_linears import (
 from .kernel_timing import LLAMA_8B, Line, ModelShape, Peaks, line_of, num_rotations, random, time_us
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+LEAST_DEQUANTIZED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,13 @@ class Scheme:
 
 SCHEMES = (
     Scheme(Format.INT4, None, 128),
-    Scheme(Format.INT8, None, None),
     Scheme(Format.FP8, None, None),
     Scheme(Format.FP8, Format.FP8, None),
+    Scheme(Format.INT8, None, None),
     Scheme(Format.FP8, Format.FP8, 128),
     Scheme(Format.INT8, Format.INT8, None),
 )
+"""FP8 weights with 16-bit activations first: FP8 activations try what those took."""
 
 
 def random_weight(scheme: Scheme, layer: Layer, device: torch.device) -> QuantizedWeight:
@@ -129,7 +131,10 @@ class QuantizedOperands:
         return quantized.choose(kind, self._x[:rows], weight, self.scheme.activations, deterministic=False)
 
     def takes_library(self, rows: int) -> bool:
-        return self.scheme.activations is None or library_takes(rows, self._weights[0], torch.bfloat16)
+        """Whether the library is worth a try: few rows never pay for a weight that is written out first."""
+        if self.scheme.activations is None:
+            return rows >= LEAST_DEQUANTIZED_ROWS
+        return library_takes(rows, self._weights[0], torch.bfloat16)
 
     def bare_calls(self, tiles: Any, rows: int) -> list[Callable[[], torch.Tensor]]:
         """Products of rows that are quantized already: ours with gate or residual, the library's (None) without, and

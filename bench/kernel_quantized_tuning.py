@@ -26,7 +26,7 @@ from manta.kernels.quantized import linear as quantized
 from manta.kernels.quantized.layout import Format
 from manta.kernels.quantized.weight_only import WeightOnlyTiles
 
-from .kernel_linears import Layer, layers_of
+from .kernel_linears import Layer, Operands, layers_of, shipped_tiles
 from .kernel_quantized import ROWS, SCHEMES, QuantizedOperands, Scheme, bf16_us
 from .kernel_quantized_candidates import TUNED_ROWS, candidates, fallback
 from .kernel_timing import LLAMA_8B, Peaks, measure_peaks, time_us
@@ -44,16 +44,18 @@ def run(
     *,
     schemes: Sequence[Scheme] = SCHEMES,
     time_limit_s: float = 150.0,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Tune all `schemes` for Llama-3.1-8B, enter them in the table file, write and return what was measured.
 
     Layers that would begin after `time_limit_s` are left out, and said so.
     """
-    device = torch.device("cuda")
+    device = device or torch.device("cuda")
     torch.manual_seed(0)
     deadline = time.monotonic() + time_limit_s
     layers = layers_of(LLAMA_8B)[:4]
     with ProcessPoolExecutor(_num_compilers(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        dense_orders = order_dense(pool, layers, device)
         orders = {scheme.name: order(pool, scheme, layers) for scheme in schemes}
         peaks = measure_peaks(device)
         result: dict[str, Any] = {
@@ -65,6 +67,7 @@ def run(
             "lines": [],
             "skipped": [],
         }
+        failures(dense_orders, deadline)
         dense = {layer.name: bf16_us(layer, TUNED_ROWS, device) for layer in layers}
         tables: dict[str, dict[str, Any]] = {}
         for scheme in schemes:
@@ -217,7 +220,32 @@ def order(pool: ProcessPoolExecutor, scheme: Scheme, layers: Sequence[Layer]) ->
         for rows in TUNED_ROWS:
             for tiles in candidates(scheme, layer, rows):
                 jobs.setdefault(variant(scheme, layer, tiles), (scheme, layer, rows, tiles))
+        if scheme.activations is None or scheme.group is None:
+            jobs.setdefault(variant(scheme, layer, None), (scheme, layer, max(TUNED_ROWS), None))
     return {name: pool.submit(compile_one, *job) for name, job in jobs.items()}
+
+
+def order_dense(
+    pool: ProcessPoolExecutor, layers: Sequence[Layer], device: torch.device
+) -> dict[str, Future[str | None]]:
+    """Compilations of the same layers in bfloat16 as shipped."""
+    jobs = {}
+    for layer in layers:
+        for rows in TUNED_ROWS:
+            jobs.setdefault(f"bf16 {layer.name} {shipped_tiles(layer, rows, device)}", (layer, rows))
+    return {name: pool.submit(compile_dense, *job) for name, job in jobs.items()}
+
+
+def compile_dense(layer: Layer, rows: int) -> str | None:
+    """As `compile_one`, for a layer in bfloat16 as shipped."""
+    device = torch.device("cuda")
+    try:
+        operands = Operands(replace(layer, n_size=2048), rows, device, copies=1)
+        with compiling_only(1):
+            operands.calls(shipped_tiles(layer, rows, device), rows)[0]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return None
 
 
 def compile_one(scheme: Scheme, layer: Layer, rows: int, tiles: Any, device: str = "cuda") -> str | None:
