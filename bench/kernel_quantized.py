@@ -23,7 +23,7 @@ from manta.kernels.quantized.layout import (
     num_words,
     uniform_rows_of,
 )
-from manta.kernels.quantized.library import library_product, library_takes
+from manta.kernels.quantized.library import int8_sums, library_product, library_takes
 from manta.kernels.quantized.quantize import quantize_rows
 
 from .kernel_linears import (
@@ -147,7 +147,7 @@ class QuantizedOperands:
             gated = self.layer.kind == "gated"
             call = partial(kernel, x, dtype=torch.bfloat16, tiles=tiles, gated=gated, residual=residual)
         elif self.scheme.format is Format.INT8:
-            return [partial(torch._int_mm, x.values, weight.weight.t()) for weight in self._weights]
+            return [partial(int8_sums, x.values, weight.weight) for weight in self._weights]
         else:
             call = partial(library_product, x, dtype=torch.bfloat16)
         return [partial(call, weight=weight) for weight in self._weights]

@@ -81,7 +81,8 @@ def _swapped_kernel(
     PDL: tl.constexpr,
 ):
     """GROUPED: both operands have a scale for each BLOCK_K elements."""
-    SUM: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    IS_INT8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32  # pyright: ignore[reportAssignmentType]
     pid_n = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_M
@@ -157,7 +158,7 @@ def _tiled_kernel(
     SUBTILES: tl.constexpr,
 ):
     """UNIFORM: the even rows of a weight tile share their scales, and so do the odd ones."""
-    SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32  # pyright: ignore[reportAssignmentType]
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     num_tiles_n = tl.cdiv(n_size, BLOCK_N)
     num_blocks_k = tl.cdiv(k_size, BLOCK_K)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,8 @@ from manta.kernels.runtime import jit
 from .layout import Format, QuantizedWeight
 from .quantize import QuantizedRows
 
+_int_mm: Callable[..., torch.Tensor] = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+_scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 _BLOCK = 1024
 
 
@@ -70,6 +74,11 @@ def scale_sums(
     return out
 
 
+def int8_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """int32 [M, N] of int8 `x` [M, K] and `weight` [N, K], by the library."""
+    return _int_mm(x, weight.t())
+
+
 def library_takes(num_rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether torch has a product for these operands: one scale a row, sizes in 16s; int8 from 17 rows, FP8 to bf16."""
     if weight.group < weight.in_features or weight.in_features % 16 or weight.out_features % 16:
@@ -88,9 +97,9 @@ def library_product(
 ) -> torch.Tensor:
     """As `swapped_product`, for operands that `library_takes`; FP8 results are rounded before gate and residual."""
     if weight.format is Format.INT8:
-        sums = torch._int_mm(rows.values, weight.weight.t())
+        sums = int8_sums(rows.values, weight.weight)
         return scale_sums(sums, rows, weight, bias, dtype=dtype, gated=gated, residual=residual)
-    out = torch._scaled_mm(
+    out = _scaled_mm(
         rows.values,
         weight.weight.t(),
         scale_a=rows.scales.view(-1, 1),

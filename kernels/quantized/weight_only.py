@@ -127,10 +127,11 @@ def _weight_only_kernel(
                 if IS_INT4:
                     zeros -= INT4_ZERO
                 values = minus_zeros(values, zeros.to(DTYPE), DTYPE, INLINE_PTX)
+            if i % GROUP_PLANES == 0 and not ONE_GROUP:  # on its way while the group is multiplied
+                scale = tl.load(scale_ptr + group * n_size + rows_n).to(tl.float32)
             part = tl.dot(values, x, part)
             if (i + 1) % GROUP_PLANES == 0 and not ONE_GROUP:
-                scale = tl.load(scale_ptr + group * n_size + rows_n).to(tl.float32)
-                acc += part * scale[:, None]
+                acc += part * scale[:, None]  # pyright: ignore[reportPossiblyUnboundVariable]
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if ONE_GROUP:
             acc = part if zero_ptr is None else acc + part
