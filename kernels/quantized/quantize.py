@@ -20,7 +20,7 @@ from manta.kernels.runtime import jit
 from .layout import FP8_DTYPE, FP8_MAX, Format
 
 INT8_MAX = 127.0
-_LEAST = 1e-10
+LEAST = 1e-10
 """Of a row's largest element: rows of zeros have a scale too."""
 _ROUND = tl.constexpr(1.5 * 2**23)
 """Adding it to an fp32 number below 2^22 rounds that to a whole one, ties to even."""
@@ -57,7 +57,7 @@ def quantize_rows_reference(
         wide = rms_norm_reference(wide, norm_weight.float(), eps)
     rows, dim = wide.shape
     groups = wide.reshape(rows, -1, group or dim)
-    most = groups.abs().amax(-1, keepdim=True).clamp_(min=_LEAST)
+    most = groups.abs().amax(-1, keepdim=True).clamp_(min=LEAST)
     scaled = groups * (largest(format) / most)
     values = scaled.round().to(torch.int8) if format is Format.INT8 else scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
     return QuantizedRows(values.view(rows, dim), (most / largest(format)).view(rows, -1).t().contiguous())
@@ -66,6 +66,18 @@ def quantize_rows_reference(
 def silu_and_mul_quantize_reference(gate_up: torch.Tensor, format: Format, group: int | None = None) -> QuantizedRows:
     """See `silu_and_mul_quantize`."""
     return quantize_rows_reference(silu_and_mul_reference(gate_up.float(), interleaved=True), format, group)
+
+
+@jit
+def to_eight_bits(groups, largest, least, DTYPE: tl.constexpr):
+    """`groups` [groups, elements] fp32 in DTYPE, int8 or e4m3, and the scale of each."""
+    most = tl.maximum(tl.max(tl.abs(groups), axis=1), least)
+    scaled = groups * (largest / most)[:, None]
+    if tl.int8 == DTYPE:
+        values = ((scaled + _ROUND) - _ROUND).to(tl.int8)
+    else:
+        values = tl.minimum(tl.maximum(scaled, -largest), largest).to(DTYPE)
+    return values, most / largest
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -103,17 +115,11 @@ def _quantize_kernel(
         x = x * tl.rsqrt(tl.sum(x * x) / dim + eps) * weight
     if PDL:
         let_successor_start()
-    groups = x.reshape(GROUPS, BLOCK // GROUPS)
-    most = tl.maximum(tl.max(tl.abs(groups), axis=1), least)  # [GROUPS]
-    scaled = groups * (largest / most)[:, None]
-    if out_ptr.dtype.element_ty == tl.int8:
-        values = ((scaled + _ROUND) - _ROUND).to(tl.int8)
-    else:
-        values = tl.minimum(tl.maximum(scaled, -largest), largest).to(out_ptr.dtype.element_ty)
+    values, scales = to_eight_bits(x.reshape(GROUPS, BLOCK // GROUPS), largest, least, out_ptr.dtype.element_ty)
     tl.store(out_ptr + pid * dim + offs, values.reshape(BLOCK), mask=mask)
     offs_group = tl.arange(0, GROUPS)
     mask_group = offs_group * (BLOCK // GROUPS) < dim
-    tl.store(scale_ptr + offs_group * num_rows + pid, most / largest, mask=mask_group)
+    tl.store(scale_ptr + offs_group * num_rows + pid, scales, mask=mask_group)
 
 
 def quantize_rows(
@@ -171,7 +177,7 @@ def _launch(
         dim,
         eps,
         largest(format),
-        _LEAST,
+        LEAST,
         GATED=gated,
         GROUPS=block // group if group else 1,
         BLOCK=block,

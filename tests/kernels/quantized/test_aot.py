@@ -21,7 +21,7 @@ from manta.bench.kernel_quantized_tuning import variant
 from manta.bench.kernel_timing import LLAMA_8B
 from manta.kernels import runtime
 from manta.kernels.compile_ahead import compiling_only
-from manta.kernels.quantized import dequantize, eight_bit, library, quantize, weight_only
+from manta.kernels.quantized import dequantize, eight_bit, kv_cache, library, quantize, weight_only
 from manta.kernels.quantized import linear as quantized
 from manta.kernels.quantized.layout import Format
 from tests.kernels.quantized.inputs import random_weight
@@ -39,6 +39,7 @@ KERNELS: list[Any] = [
     quantize._quantize_kernel,
     dequantize._dequantize_kernel,
     library._scale_kernel,
+    kv_cache._store_kernel,
 ]
 
 
@@ -133,9 +134,15 @@ def test_all_kinds_of_weights_compile(
         assert_fits(resources)
 
 
-def test_what_stands_behind_the_librarys_int8_product_compiles(tmp_path: Path) -> None:
+def test_the_librarys_epilogue_and_cache_stores_compile(tmp_path: Path) -> None:
     weight = random_weight(Format.INT8, 2048, 256, 256, torch.device("cpu"))
     rows = quantize.quantize_rows_reference(torch.zeros(16, 256), Format.INT8)
     with compiling_only(1):
         library.scale_sums(torch.zeros(16, 2048).int(), rows, weight, None, dtype=torch.bfloat16, gated=True)
-    assert_fits(compiled_kernels(tmp_path)["_scale_kernel"])
+        caches = [kv_cache.empty_cache(1, 64, 8, 128, Format.FP8, torch.device("cpu")) for _ in range(2)]
+        new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
+        kv_cache.store_quantized_kv(new, new, *caches, torch.zeros(4, dtype=torch.int64))
+    found = compiled_kernels(tmp_path)
+    assert set(found) == {"_scale_kernel", "_store_kernel"}
+    for resources in found.values():
+        assert_fits(resources)
