@@ -44,19 +44,17 @@ KERNELS: list[Any] = [
 
 
 def cases() -> list[Any]:
+    """The defaults for 16 rows, one layer a scheme; or all that a table or the tuner may choose for any."""
     found: dict[str, Any] = {}
-    for scheme in SCHEMES:
-        for layer in LAYERS:
-            plan = quantized.plan(
-                scheme.name, layer.kind, layer.n_size, layer.k_size, scheme.group, torch.device("cpu")
-            )
+    for index, scheme in enumerate(SCHEMES):
+        for layer in LAYERS if FULL else [LAYERS[2 + index % 2]]:
             for rows in TUNED_ROWS if FULL else (16,):
-                tried = [tiles for tiles in (plan.tiles_for(rows),) if tiles is not None]
+                sizes = (layer.kind, layer.n_size, layer.k_size)
+                tried = [quantized.plan(scheme.name, *sizes, scheme.group, torch.device("cpu")).tiles_for(rows)]
                 if FULL:
                     tried += [tiles for each in candidates(scheme, layer, rows) for tiles in (each, fallback(each))]
                 for tiles in tried:
-                    # One layer of a scheme is enough where all are not asked for.
-                    if tiles is not None and (FULL or layer.name == ("gate_up", "down")[len(found) % 2]):
+                    if tiles is not None:
                         name = variant(scheme, layer, tiles)
                         found.setdefault(name, pytest.param(scheme, layer, rows, tiles, id=name))
     return list(found.values())
