@@ -114,10 +114,14 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
         assert product["I2F"] == product["I2FP"] == 0, "numbers are unpacked by bit operations"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
-    ("format", "group"), [(Format.INT4, 128), (Format.INT4, 32), (Format.INT8, 0), (Format.FP8, 0)]
+    ("format", "group", "zeros", "dtype"),
+    [
+        (Format.INT4, 128, True, torch.bfloat16),
+        (Format.INT4, 32, False, torch.float16),
+        (Format.INT8, 0, True, torch.float16),
+        *([(Format.FP8, 0, False, torch.float16), (Format.INT8, 0, True, torch.bfloat16)] if FULL else []),
+    ],
 )
 def test_all_kinds_of_weights_compile(
     format: Format, group: int, zeros: bool, dtype: torch.dtype, tmp_path: Path
@@ -139,7 +143,7 @@ def test_the_librarys_epilogue_and_cache_stores_compile(tmp_path: Path) -> None:
         library.scale_sums(torch.zeros(16, 2048).int(), rows, weight, None, dtype=torch.bfloat16, gated=True)
         caches = [kv_cache.empty_cache(1, 64, 8, 128, Format.FP8, torch.device("cpu")) for _ in range(2)]
         new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
-        kv_cache.store_quantized_kv(new, new, *caches, torch.zeros(4, dtype=torch.int64))
+        kv_cache.store_quantized_kv(new, new, caches[0], caches[1], torch.zeros(4, dtype=torch.int64))
     found = compiled_kernels(tmp_path)
     assert set(found) == {"_scale_kernel", "_store_kernel"}
     for resources in found.values():
