@@ -120,9 +120,9 @@ class Observed:
                 continue
             seen = pool.num_running + pool.num_waiting
             each[pool.name] = _towards(each.get(pool.name, seen / rate), seen / rate, weight)
-            if pool.step_costs is None or pool.role is Role.PREFILL:
+            size = size_of(pool)
+            if size is None or pool.role is Role.PREFILL:
                 continue
-            size = ReplicaSize(pool.step_costs, pool.max_num_seqs, pool.kv_room_tokens, pool.tokens_a_step)
             expected = load(rate, work, size, slo, pool.role, num_replicas=pool.num_ready)
             num_expected = expected.num_running * pool.num_ready
             if not math.isfinite(num_expected) or num_expected < 1.0 or pool.num_waiting > pool.num_ready:
@@ -130,6 +130,19 @@ class Observed:
             ratio = min(max(pool.num_running / num_expected, LEAST_CORRECTION), MOST_CORRECTION)
             corrections[pool.role] = _towards(corrections.get(pool.role, 1.0), ratio, weight)
         return replace(self, corrections=corrections, each=each)
+
+
+def size_of(pool: PoolState) -> ReplicaSize | None:
+    """What a replica of the pool is; None where nobody knows how long its steps take."""
+    if pool.step_costs is None:
+        return None
+    return ReplicaSize(
+        pool.step_costs,
+        pool.max_num_seqs,
+        pool.kv_room_tokens,
+        tokens_a_step=pool.tokens_a_step,
+        tpot_target_s=pool.tpot_target_s,
+    )
 
 
 def _time(entry: tuple[float, Counters]) -> float:

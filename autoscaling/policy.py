@@ -14,10 +14,10 @@ from manta.cluster.routing.roles import Role
 from manta.cluster.scaling import Decided, ReasonCode
 
 from .budget import fit_into
-from .capacity import Need, ReplicaSize, Work, need
+from .capacity import Need, Work, need
 from .damping import Damping
 from .forecast import Forecast, Samples, forecast
-from .observed import Observed, Trail
+from .observed import Observed, Trail, size_of
 from .signals import Counters, FleetSnapshot, PoolState
 from .slo import Slo
 
@@ -371,10 +371,8 @@ class _Deciding:
 
 def needed(pool: PoolState, rate: float, work: Work, slo: Slo, observed: Observed) -> Need:
     """Replicas of a pool for `rate` requests/s, by the step-time model, or where there is none by what was seen."""
-    if pool.step_costs is None:
-        return observed.need(pool, rate)
-    size = ReplicaSize(pool.step_costs, pool.max_num_seqs, pool.kv_room_tokens, pool.tokens_a_step)
-    return need(rate, work, size, slo, pool.role)
+    size = size_of(pool)
+    return observed.need(pool, rate) if size is None else need(rate, work, size, slo, pool.role)
 
 
 def attainment(outcomes: Counters) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -20,6 +22,7 @@ SETTINGS = SteeringSettings(
     model="llama", pools=(PoolLimits(name="engine", min_replicas=0, max_replicas=8),), policy=PolicySettings(slo=SLO)
 )
 SIZE = ReplicaSize(COSTS, 256, 400_000)
+BOUNDED = ReplicaSize(COSTS, 256, 400_000, tpot_target_s=0.016)
 
 
 def report(edge: str, now_s: float, *, arrived: int = 0, held: int = 0, ready: int = 1) -> EdgeSignals:
@@ -112,6 +115,29 @@ def test_room_in_the_kv_cache_can_be_the_limit() -> None:
     found = need(5, long, SIZE, Slo(), Role.DECODE)
     assert found.limit == "kv_room"
     assert found.load.num_kv_tokens <= 0.85 * 400_000
+
+
+def test_where_the_engine_bounds_its_steps_prompts_wait_and_time_per_token_is_no_limit() -> None:
+    """Of prompts ten times as long as answers, the steps alone would ask for half as many replicas again."""
+    prompts = Work(num_new_tokens=4000.0, num_prompt_tokens=4000.0, num_output_tokens=100.0)
+    slo = Slo(ttft_s=2.0, tpot_s=0.02)
+    free, bounded = need(60, prompts, SIZE, slo, Role.MIXED), need(60, prompts, BOUNDED, slo, Role.MIXED)
+    assert (free.limit, bounded.limit) == ("tpot", "ttft")
+    assert bounded.num_replicas < free.num_replicas
+
+
+def test_a_bound_above_the_objective_does_not_hold_it() -> None:
+    loose = replace(SIZE, tpot_target_s=0.04)
+    assert need(60, WORK, loose, Slo(tpot_s=0.006), Role.MIXED).limit == "tpot"
+
+
+def test_prompts_are_computed_more_slowly_the_shorter_the_steps_are_held() -> None:
+    found = [
+        load(20, WORK, replace(SIZE, tpot_target_s=target_s), SLO, Role.MIXED, num_replicas=1).ttft_s
+        for target_s in (0.04, 0.02, 0.01)
+    ]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
 
 
 def test_an_objective_that_an_idle_replica_misses_asks_for_no_fleet_without_end() -> None:
