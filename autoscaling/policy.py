@@ -16,7 +16,7 @@ from manta.cluster.scaling import Decided, ReasonCode
 from .budget import fit_into
 from .capacity import Need, Work, need
 from .damping import Damping
-from .forecast import Forecast, Samples, forecast
+from .forecast import Bursts, Forecast, Samples, forecast
 from .observed import Observed, Trail, size_of
 from .signals import Counters, FleetSnapshot, PoolState
 from .slo import Slo
@@ -82,6 +82,7 @@ class PolicyState:
     """What a policy remembers. Opaque to others, and a value: nothing changes it."""
 
     samples: Samples = field(default_factory=Samples)
+    bursts: Bursts = field(default_factory=Bursts)
     trail: Trail = field(default_factory=Trail)
     observed: Observed = field(default_factory=Observed)
     damping: Mapping[str, Damping] = field(default_factory=dict)
@@ -127,12 +128,15 @@ class _Deciding:
         self._cold_start_s = cold_start_s
         samples = state.samples.add(now_s, snapshot.counters.num_arrived)
         trail = state.trail.add(now_s, snapshot.counters, keep_s=max(settings.breach_s, 60.0))
-        self._forecast: Forecast = forecast(samples, horizon_s=cold_start_s)
+        self._forecast: Forecast = forecast(samples, horizon_s=cold_start_s, lasting=state.bursts.lasting)
+        bursts = state.bursts.learn(self._forecast, now_s, horizon_s=cold_start_s)
         self._recent: Counters = trail.since(now_s - settings.breach_s)
-        self._observed = state.observed.learn(snapshot, self._forecast.level, settings.slo, now_s)
+        self._observed = state.observed.learn(snapshot, self._forecast.recent, settings.slo, now_s)
         self._work = self._observed.work or settings.usual
         begun_s = now_s if state.begun_s is None else state.begun_s
-        self._state = replace(state, samples=samples, trail=trail, observed=self._observed, begun_s=begun_s)
+        self._state = replace(
+            state, samples=samples, bursts=bursts, trail=trail, observed=self._observed, begun_s=begun_s
+        )
         # What was late before all replicas were there says nothing about whether they are enough.
         settled_s = self._observed.size_changed_s + settings.breach_s / 4
         self._since_settled: Counters = trail.since(max(now_s - settings.breach_s, settled_s))
