@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 SHORT_S, MIDDLE_S, LONG_S = 5.0, 30.0, 120.0
 """Windows: for a burst, for the level of a rate that has just changed, for the trend and the level of one that has not."""
+LEAST_S = 15.0
+"""Before so long is known nothing is said: a rate by a few seconds is a guess, and what waits asks for itself."""
 SAMPLE_S = 1.0
 BURST_SIGMAS = 5.0
 """So many standard deviations of a Poisson process above the level is no accident."""
 CHANGE_SIGMAS = 3.0
 """Two halves of a window that differ by so many standard deviations do not have the same rate."""
+CHANCE_SIGMAS = 2.0
+"""So many of what a rate gains may be chance: only the rest is taken for a trend."""
 LEARNED = 0.1
 """Weight of each second of a burst in what is known of how long they last."""
 MOST_GROWTH = 2.0
@@ -88,7 +92,7 @@ class Bursts:
 def forecast(samples: Samples, *, horizon_s: float, lasting: float = 1.0) -> Forecast:
     """What is to be expected in `horizon_s`, when of bursts a share of `lasting` is still there."""
     recent, short = samples.rate(MIDDLE_S), samples.rate(SHORT_S)
-    if recent is None or short is None:
+    if recent is None or short is None or samples.times_s[-1] - samples.times_s[0] < LEAST_S:
         return Forecast()
     window_s = _steady_s(samples)
     level = samples.rate(window_s) or 0.0
@@ -134,10 +138,8 @@ def _trend(samples: Samples) -> float:
     if span < MIDDLE_S:
         return 0.0
     gain, sigma = _gain(samples, span)
-    if gain <= CHANGE_SIGMAS * sigma:
-        return 0.0
     lately, _ = _gain(samples, MIDDLE_S)
-    return max(min(gain / (span / 2), lately / (MIDDLE_S / 2)), 0.0)
+    return max(min((gain - CHANCE_SIGMAS * sigma) / (span / 2), lately / (MIDDLE_S / 2)), 0.0)
 
 
 def _gain(samples: Samples, span_s: float) -> tuple[float, float]:

@@ -14,13 +14,19 @@ from manta.cluster.routing.roles import Role
 from manta.cluster.scaling import Decided, ReasonCode
 
 from .budget import fit_into
-from .capacity import Need, Work, need
+from .capacity import Need, Work, load, need
 from .damping import Damping
-from .forecast import Bursts, Forecast, Samples, forecast
+from .forecast import LONG_S, Bursts, Forecast, Samples, forecast
 from .observed import Observed, Trail, size_of
 from .signals import Counters, FleetSnapshot, PoolState
 from .slo import Slo
 
+USUAL_WAIT = 0.25
+"""Of the limit for the first token: requests that came within so long may wait, and nothing is wrong."""
+HELD_MARGIN = 1.05
+"""Replicas that hold the objective are believed to hold so many times the rate at which they do."""
+BREACH_SIGMAS = 2.0
+"""Late requests beyond what the objective allows that may be chance, in standard deviations."""
 USUAL_WORK = Work(num_new_tokens=1024.0, num_prompt_tokens=1024.0, num_output_tokens=256.0)
 
 
@@ -37,7 +43,7 @@ class PolicySettings:
     """So long no request must have come before the last stops, where a pool may go to zero."""
     headroom: float = 1.1
     """Of the expected rate, replicas are provided for so many times it."""
-    down_margin: float = 1.2
+    down_margin: float = 1.0
     """Replicas stop when so many times the rate would still be held: load near a threshold changes nothing."""
     drain_backlog_s: float = 3.0
     """A backlog is to be worked off in so long."""
@@ -211,6 +217,8 @@ class _Deciding:
     def _forward(self, pool: PoolState, expected: float) -> _Wish:
         """By the model, or without one by what replicas were seen to hold."""
         found = self._need(pool, expected * self._settings.headroom)
+        if pool.num_ready == pool.target < found.num_replicas and self._holds(pool, found, expected):
+            return _Wish(pool.target, ReasonCode.FORECAST, f"{pool.target} hold the objective")
         code = ReasonCode.BURST if self._forecast.is_burst else ReasonCode.FORECAST
         if found.limit == "kv_room":
             code = ReasonCode.KV_ROOM
@@ -222,6 +230,19 @@ class _Deciding:
         )
         return _Wish(found.num_replicas, code, because)
 
+    def _holds(self, pool: PoolState, found: Need, expected: float) -> bool:
+        """Whether what is there was seen to hold the objective at the rate that is expected: then the model of times,
+        and a reserve for what it does not know, have no say, unless it says that so much cannot be served at all."""
+        settings, state, size = self._settings, self._state, size_of(pool)
+        if found.limit not in ("ttft", "tpot") or size is None:
+            return False
+        if not math.isfinite(load(expected, self._work, size, settings.slo, pool.role, num_replicas=pool.target).ttft_s):
+            return False
+        rate, recent = state.samples.rate(LONG_S), self._since_settled
+        if rate is None or expected > HELD_MARGIN * rate or recent.num_finished < 1 / (1 - settings.slo.target):
+            return False
+        return recent.num_good >= settings.slo.target * (recent.num_finished + recent.num_failed)
+
     def _need(self, pool: PoolState, rate: float) -> Need:
         return needed(
             pool, rate * self._observed.correction_of(pool.role), self._work, self._settings.slo, self._observed
@@ -232,11 +253,15 @@ class _Deciding:
         num_waiting = self._snapshot.num_held + pool.num_waiting
         if pool.role is Role.DECODE:
             num_waiting = pool.num_waiting
-        # Some always wait for their first step.
-        num_waiting -= math.ceil(expected * 0.25) + pool.num_ready
+        # Some always wait for their first step, and more where the first token may take longer.
+        ttft_s = self._settings.slo.ttft_s or 1.0
+        num_waiting -= math.ceil(expected * USUAL_WAIT * ttft_s) + pool.num_ready
         if num_waiting <= 0:
             return _Wish(0, ReasonCode.BACKLOG, "")
-        found = self._need(pool, expected + num_waiting / self._settings.drain_backlog_s)
+        num_active = pool.num_ready + pool.num_starting
+        if num_active and self._need(pool, expected + num_waiting / self._cold_start_s).num_replicas <= num_active:
+            return _Wish(0, ReasonCode.BACKLOG, "")  # worked off before another replica could be there
+        found = self._need(pool, expected + num_waiting / max(self._settings.drain_backlog_s, ttft_s))
         return _Wish(found.num_replicas, ReasonCode.BACKLOG, f"{num_waiting} requests wait beyond the usual")
 
     def _breach(self, pool: PoolState) -> _Wish:
@@ -386,7 +411,8 @@ def attainment(outcomes: Counters) -> float | None:
 
 
 def is_breach(outcomes: Counters, settings: PolicySettings) -> bool:
-    """Whether more were late than the objective allows."""
-    share = attainment(outcomes)
+    """Whether more were late than the objective allows and chance explains."""
     num = outcomes.num_finished + outcomes.num_failed
-    return share is not None and num >= settings.least_outcomes and share < settings.slo.target
+    num_allowed = num * (1 - settings.slo.target)
+    num_late = num - outcomes.num_good
+    return num >= settings.least_outcomes and num_late > num_allowed + BREACH_SIGMAS * math.sqrt(num_allowed)
