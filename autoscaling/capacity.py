@@ -22,6 +22,8 @@ MOST_BUSY = 0.92
 KV_SHARE, SEQS_SHARE = 0.85, 0.9
 """Of a replica's KV room and of its sequences that may be in use on average."""
 MOST_REPLICAS = 1 << 16
+MOST_RATE, RATE_STEPS = 1e9, 8
+"""Halvings until a rate is known well enough."""
 TARGET_REACHED = 0.92
 """Share of such a target that full steps last: engines round up what they look up."""
 SWEEPS = 3
@@ -153,6 +155,20 @@ class Need:
     """As in Load.limit; None when one replica has enough of everything."""
     load: Load
     """Of each of them."""
+
+
+def held_rate(work: Work, size: ReplicaSize, slo: Slo, role: Role, *, num_replicas: int) -> float:
+    """Requests/s that so many replicas hold within the objective; 0 without any, or where none is held."""
+    if not num_replicas:
+        return 0.0
+    low, high = 0.0, 1.0
+    while load(high, work, size, slo, role, num_replicas=num_replicas).limit(size, slo) is None and high < MOST_RATE:
+        low, high = high, 2 * high
+    for _ in range(RATE_STEPS):
+        middle = (low + high) / 2
+        is_held = load(middle, work, size, slo, role, num_replicas=num_replicas).limit(size, slo) is None
+        low, high = (middle, high) if is_held else (low, middle)
+    return low
 
 
 def need(rate: float, work: Work, size: ReplicaSize, slo: Slo, role: Role) -> Need:

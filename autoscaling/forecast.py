@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 SHORT_S, MIDDLE_S, LONG_S = 5.0, 30.0, 120.0
-"""Windows: for a burst, for the level of a rate that has just changed, for the trend and the level of one that has not."""
+"""Windows: for a burst, for the level of a rate that has just changed, for the trend and for a steady rate's level."""
 LEAST_S = 15.0
 """Before so long is known nothing is said: a rate by a few seconds is a guess, and what waits asks for itself."""
 SAMPLE_S = 1.0
@@ -74,6 +74,8 @@ class Bursts:
     """
 
     lasting: float = 1.0
+    last_s: float = -math.inf
+    """When the last one was seen."""
     claims: tuple[tuple[float, float, float], ...] = ()
     """Of the last seconds with bursts: when to look, the rate before, how much more came."""
 
@@ -86,11 +88,14 @@ class Bursts:
             lasting, claims = lasting + LEARNED * (kept - lasting), claims[1:]
         if found.is_burst:
             claims = (*claims, (now_s + horizon_s + MIDDLE_S, found.before, found.burst))
-        return Bursts(lasting, claims)
+        return Bursts(lasting, now_s if found.is_burst else self.last_s, claims)
 
 
-def forecast(samples: Samples, *, horizon_s: float, lasting: float = 1.0) -> Forecast:
-    """What is to be expected in `horizon_s`, when of bursts a share of `lasting` is still there."""
+NO_BURSTS = Bursts()
+
+
+def forecast(samples: Samples, bursts: Bursts = NO_BURSTS, *, horizon_s: float) -> Forecast:
+    """What is to be expected in `horizon_s`, by what was learned of bursts."""
     recent, short = samples.rate(MIDDLE_S), samples.rate(SHORT_S)
     if recent is None or short is None or samples.times_s[-1] - samples.times_s[0] < LEAST_S:
         return Forecast()
@@ -101,10 +106,12 @@ def forecast(samples: Samples, *, horizon_s: float, lasting: float = 1.0) -> For
     # The level before is itself known from so many arrivals only.
     sigma = math.sqrt(num_expected * (1 + SHORT_S / MIDDLE_S) + 1)
     is_burst = short * SHORT_S > num_expected + BURST_SIGMAS * sigma + 1
-    expected = max(level, level + _trend(samples) * (horizon_s + window_s / 2))
+    # A rate that has jumped does not go on rising as fast.
+    is_jump = is_burst or samples.times_s[-1] - bursts.last_s < MIDDLE_S
+    expected = level if is_jump else level + _trend(samples) * (horizon_s + window_s / 2)
     expected = min(expected, MOST_GROWTH * level)
     burst = short - before if is_burst else 0.0
-    expected = max(expected, before + lasting * burst) if is_burst else expected
+    expected = max(expected, before + bursts.lasting * burst) if is_burst else expected
     return Forecast(level, expected, recent, before, burst)
 
 

@@ -17,6 +17,10 @@ WORK_S = 120.0
 """After so long, a mean request is by two thirds those that came since."""
 LEAST_SEEN = 5.0
 """Requests that must have come and finished, before they say what a mean one is."""
+LEAST_RUNNING = 4.0
+"""Sequences that should run, before what runs says something about the model."""
+SETTLED_S = 15.0
+"""So long after replicas came or went, what runs is not what their rate alone explains."""
 MOST_CACHED = 0.95
 CORRECTION_S = 60.0
 LEAST_CORRECTION, MOST_CORRECTION = 0.8, 2.5
@@ -80,7 +84,7 @@ class Observed:
         if num_ready != self.num_ready:
             found = replace(found, num_ready=num_ready, size_changed_s=now_s)
         work = found.work
-        if work is not None and rate > 0:
+        if work is not None and rate > 0 and now_s - found.size_changed_s >= SETTLED_S:
             found = found._with_loads(snapshot, work, rate, slo, passed_s)
         return found
 
@@ -125,7 +129,7 @@ class Observed:
                 continue
             expected = load(rate, work, size, slo, pool.role, num_replicas=pool.num_ready)
             num_expected = expected.num_running * pool.num_ready
-            if not math.isfinite(num_expected) or num_expected < 1.0 or pool.num_waiting > pool.num_ready:
+            if not math.isfinite(num_expected) or num_expected < LEAST_RUNNING or pool.num_waiting > pool.num_ready:
                 continue  # overloaded, or hardly anything runs: says nothing about the model
             ratio = min(max(pool.num_running / num_expected, LEAST_CORRECTION), MOST_CORRECTION)
             corrections[pool.role] = _towards(corrections.get(pool.role, 1.0), ratio, weight)

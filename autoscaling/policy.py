@@ -14,7 +14,7 @@ from manta.cluster.routing.roles import Role
 from manta.cluster.scaling import Decided, ReasonCode
 
 from .budget import fit_into
-from .capacity import Need, Work, load, need
+from .capacity import Need, Work, held_rate, load, need
 from .damping import Damping
 from .forecast import LONG_S, Bursts, Forecast, Samples, forecast
 from .observed import Observed, Trail, size_of
@@ -23,6 +23,8 @@ from .slo import Slo
 
 USUAL_WAIT = 0.25
 """Of the limit for the first token: requests that came within so long may wait, and nothing is wrong."""
+HELD_WINDOWS = 10
+"""Times that over which lateness is looked at: so long it must have been within the objective to be held."""
 HELD_MARGIN = 1.05
 """Replicas that hold the objective are believed to hold so many times the rate at which they do."""
 BREACH_SIGMAS = 2.0
@@ -45,7 +47,7 @@ class PolicySettings:
     """Of the expected rate, replicas are provided for so many times it."""
     down_margin: float = 1.0
     """Replicas stop when so many times the rate would still be held: load near a threshold changes nothing."""
-    drain_backlog_s: float = 3.0
+    drain_backlog_s: float = 10.0
     """A backlog is to be worked off in so long."""
     breach_s: float = 60.0
     """Window over which lateness is looked at."""
@@ -93,6 +95,8 @@ class PolicyState:
     observed: Observed = field(default_factory=Observed)
     damping: Mapping[str, Damping] = field(default_factory=dict)
     """By pool."""
+    hurry: Mapping[str, Damping] = field(default_factory=dict)
+    """The same over a shorter time, with what backlogs ask for."""
     begun_s: float | None = None
     last_work_s: float | None = None
     """When something was last there to do."""
@@ -133,11 +137,13 @@ class _Deciding:
         cold_start_s = settings.cold_start_s if snapshot.cold_start_s is None else snapshot.cold_start_s
         self._cold_start_s = cold_start_s
         samples = state.samples.add(now_s, snapshot.counters.num_arrived)
-        trail = state.trail.add(now_s, snapshot.counters, keep_s=max(settings.breach_s, 60.0))
-        self._forecast: Forecast = forecast(samples, horizon_s=cold_start_s, lasting=state.bursts.lasting)
+        trail = state.trail.add(now_s, snapshot.counters, keep_s=HELD_WINDOWS * settings.breach_s)
+        self._forecast: Forecast = forecast(samples, state.bursts, horizon_s=cold_start_s)
         bursts = state.bursts.learn(self._forecast, now_s, horizon_s=cold_start_s)
         self._recent: Counters = trail.since(now_s - settings.breach_s)
-        self._observed = state.observed.learn(snapshot, self._forecast.recent, settings.slo, now_s)
+        # While a rate jumps, what runs does not belong to it yet.
+        rate = 0.0 if self._forecast.is_burst else self._forecast.recent
+        self._observed = state.observed.learn(snapshot, rate, settings.slo, now_s)
         self._work = self._observed.work or settings.usual
         begun_s = now_s if state.begun_s is None else state.begun_s
         self._state = replace(
@@ -146,6 +152,7 @@ class _Deciding:
         # What was late before all replicas were there says nothing about whether they are enough.
         settled_s = self._observed.size_changed_s + settings.breach_s / 4
         self._since_settled: Counters = trail.since(max(now_s - settings.breach_s, settled_s))
+        self._long_settled: Counters = trail.since(max(now_s - HELD_WINDOWS * settings.breach_s, settled_s))
         self._before = state.observed.num_ready
         self._decided: list[Decided] = []
 
@@ -236,12 +243,13 @@ class _Deciding:
         settings, state, size = self._settings, self._state, size_of(pool)
         if found.limit not in ("ttft", "tpot") or size is None:
             return False
-        if not math.isfinite(load(expected, self._work, size, settings.slo, pool.role, num_replicas=pool.target).ttft_s):
+        modelled = load(expected, self._work, size, settings.slo, pool.role, num_replicas=pool.target)
+        if not math.isfinite(modelled.ttft_s):
             return False
-        rate, recent = state.samples.rate(LONG_S), self._since_settled
+        rate, recent = state.samples.rate(LONG_S), self._long_settled
         if rate is None or expected > HELD_MARGIN * rate or recent.num_finished < 1 / (1 - settings.slo.target):
             return False
-        return recent.num_good >= settings.slo.target * (recent.num_finished + recent.num_failed)
+        return not is_breach(recent, settings) and not is_breach(self._since_settled, settings)
 
     def _need(self, pool: PoolState, rate: float) -> Need:
         return needed(
@@ -258,11 +266,17 @@ class _Deciding:
         num_waiting -= math.ceil(expected * USUAL_WAIT * ttft_s) + pool.num_ready
         if num_waiting <= 0:
             return _Wish(0, ReasonCode.BACKLOG, "")
-        num_active = pool.num_ready + pool.num_starting
-        if num_active and self._need(pool, expected + num_waiting / self._cold_start_s).num_replicas <= num_active:
-            return _Wish(0, ReasonCode.BACKLOG, "")  # worked off before another replica could be there
+        size, ahead_s = size_of(pool), self._cold_start_s
+        if size is not None:
+            held = held_rate(self._work, size, self._settings.slo, pool.role, num_replicas=pool.num_ready)
+            # Those that start are there sooner than one that starts now.
+            ahead_s = ahead_s / 2 if pool.num_starting else ahead_s
+            num_waiting += round((expected - held / self._observed.correction_of(pool.role)) * ahead_s)
+            if num_waiting <= 0:
+                return _Wish(0, ReasonCode.BACKLOG, "")  # worked off before another replica could be there
         found = self._need(pool, expected + num_waiting / max(self._settings.drain_backlog_s, ttft_s))
-        return _Wish(found.num_replicas, ReasonCode.BACKLOG, f"{num_waiting} requests wait beyond the usual")
+        because = f"{num_waiting} requests will wait beyond the usual in {ahead_s:.0f} s"
+        return _Wish(found.num_replicas, ReasonCode.BACKLOG, because)
 
     def _breach(self, pool: PoolState) -> _Wish:
         """One in eight more, each time that all of them have come and requests are still late."""
@@ -289,6 +303,10 @@ class _Deciding:
         to_keep = wanted
         if wanted < pool.target:  # near a threshold, what is there stays
             to_keep = min(pool.target, max(wanted, self._need_with_margin(pool)))
+        # What a backlog asks for is not needed when it is gone: it stays for as long as a start takes.
+        hurry = self._state.hurry.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=self._cold_start_s)
+        if wish.reason is ReasonCode.BACKLOG:
+            to_keep = min(to_keep, max(self._need_with_margin(pool), 1))
         damping = self._state.damping.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=settings.quiet_s)
         if wanted >= pool.target:
             target = min(wanted, pool.max_replicas)
@@ -298,10 +316,14 @@ class _Deciding:
             begun_s, breach_s = self._state.begun_s, self._state.last_breach_s
             is_known = begun_s is not None and now_s - begun_s >= settings.quiet_s
             is_late = breach_s is not None and now_s - breach_s < settings.quiet_s / 2
-            target = pool.target if not is_known or is_late else min(damping.most, pool.target)
+            target = pool.target if not is_known or is_late else min(max(damping.most, hurry.most), pool.target)
             if target < pool.target:
                 damping = damping.fell(now_s)
-        self._state = replace(self._state, damping={**self._state.damping, pool.name: damping})
+        self._state = replace(
+            self._state,
+            damping={**self._state.damping, pool.name: damping},
+            hurry={**self._state.hurry, pool.name: hurry},
+        )
         return min(max(target, pool.min_replicas), pool.max_replicas)
 
     def _need_with_margin(self, pool: PoolState) -> int:
