@@ -23,7 +23,7 @@ SETTLED_S = 15.0
 """So long after replicas came or went, what runs is not what their rate alone explains."""
 MOST_CACHED = 0.95
 CORRECTION_S = 60.0
-LEAST_CORRECTION, MOST_CORRECTION = 0.8, 2.5
+LEAST_CORRECTION, MOST_CORRECTION = 0.95, 2.5
 """Of the model's load; the model is trusted further downwards than upwards."""
 FILL = 0.5
 """Without a model: share of a replica's sequences that should run, or of its KV room that should be used."""

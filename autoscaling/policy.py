@@ -43,9 +43,9 @@ class PolicySettings:
     """So long fewer replicas must have been enough before some stop; longer where that was regretted (damping.py)."""
     to_zero_s: float = 300.0
     """So long no request must have come before the last stops, where a pool may go to zero."""
-    headroom: float = 1.1
+    headroom: float = 1.05
     """Of the expected rate, replicas are provided for so many times it."""
-    down_margin: float = 1.0
+    down_margin: float = 1.1
     """Replicas stop when so many times the rate would still be held: load near a threshold changes nothing."""
     drain_backlog_s: float = 10.0
     """A backlog is to be worked off in so long."""
