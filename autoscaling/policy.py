@@ -267,7 +267,7 @@ class _Deciding:
         if num_waiting <= 0:
             return _Wish(0, ReasonCode.BACKLOG, "")
         size, ahead_s = size_of(pool), self._cold_start_s
-        if size is not None:
+        if size is not None and self._observed.work is not None:  # a guessed request says nothing about what is held
             held = held_rate(self._work, size, self._settings.slo, pool.role, num_replicas=pool.num_ready)
             # Those that start are there sooner than one that starts now.
             ahead_s = ahead_s / 2 if pool.num_starting else ahead_s
@@ -275,7 +275,7 @@ class _Deciding:
             if num_waiting <= 0:
                 return _Wish(0, ReasonCode.BACKLOG, "")  # worked off before another replica could be there
         found = self._need(pool, expected + num_waiting / max(self._settings.drain_backlog_s, ttft_s))
-        because = f"{num_waiting} requests will wait beyond the usual in {ahead_s:.0f} s"
+        because = f"{num_waiting} requests wait beyond the usual, or will in {ahead_s:.0f} s"
         return _Wish(found.num_replicas, ReasonCode.BACKLOG, because)
 
     def _breach(self, pool: PoolState) -> _Wish:
