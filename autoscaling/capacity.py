@@ -22,6 +22,10 @@ MOST_BUSY = 0.92
 KV_SHARE, SEQS_SHARE = 0.85, 0.9
 """Of a replica's KV room and of its sequences that may be in use on average."""
 MOST_REPLICAS = 1 << 16
+MOST_RATE, RATE_STEPS = 1e9, 8
+"""Halvings until a rate is known well enough."""
+TARGET_REACHED = 0.92
+"""Share of such a target that full steps last: engines round up what they look up."""
 SWEEPS = 3
 """Over what depends on the sequences that run, which depend on it."""
 
@@ -52,6 +56,12 @@ class ReplicaSize:
     kv_room_tokens: int
     """0: not known, never the limit."""
     tokens_a_step: int = 8192
+    tpot_target_s: float | None = None
+    """Steps with decodes take no more prompt tokens than keep them below it (engine/step_budget.py); None: no bound."""
+
+    def holds(self, tpot_s: float) -> bool:
+        """Whether no step is longer, whatever comes: prompts wait instead."""
+        return self.tpot_target_s is not None and self.tpot_target_s <= tpot_s
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Load:
         """What keeps it from being within the objective (`ttft`, `tpot`, `kv_room`, `seqs`); None: nothing."""
         if not math.isfinite(self.step_s) or self.busy > MOST_BUSY:
             return "ttft"
-        if slo.tpot_s is not None and self.step_s > TPOT_MARGIN * slo.tpot_s:
+        if slo.tpot_s is not None and self.step_s > TPOT_MARGIN * slo.tpot_s and not size.holds(slo.tpot_s):
             return "tpot"
         if size.kv_room_tokens and self.num_kv_tokens > KV_SHARE * size.kv_room_tokens:
             return "kv_room"
@@ -120,6 +130,10 @@ def load(rate: float, work: Work, size: ReplicaSize, slo: Slo, role: Role, *, nu
     # Decodes take their part of each step that a prompt is in.
     decode_s = num_running * (costs.token_s + read_s) if output else 0.0
     service_s = prefill_work_s + num_chunks * (costs.overhead_s + decode_s) if new else step_s
+    if new and output and size.tpot_target_s is not None:
+        # Of each full step, decodes take theirs; prompts get what is left.
+        left = 1 - (costs.overhead_s + decode_s) / (TARGET_REACHED * size.tpot_target_s)
+        service_s = max(service_s, prefill_work_s / left) if left > 0 else math.inf
     busy = each * service_s if new else 0.0
     if busy >= 1:
         return OVERLOAD
@@ -141,6 +155,20 @@ class Need:
     """As in Load.limit; None when one replica has enough of everything."""
     load: Load
     """Of each of them."""
+
+
+def held_rate(work: Work, size: ReplicaSize, slo: Slo, role: Role, *, num_replicas: int) -> float:
+    """Requests/s that so many replicas hold within the objective; 0 without any, or where none is held."""
+    if not num_replicas:
+        return 0.0
+    low, high = 0.0, 1.0
+    while load(high, work, size, slo, role, num_replicas=num_replicas).limit(size, slo) is None and high < MOST_RATE:
+        low, high = high, 2 * high
+    for _ in range(RATE_STEPS):
+        middle = (low + high) / 2
+        is_held = load(middle, work, size, slo, role, num_replicas=num_replicas).limit(size, slo) is None
+        low, high = (middle, high) if is_held else (low, middle)
+    return low
 
 
 def need(rate: float, work: Work, size: ReplicaSize, slo: Slo, role: Role) -> Need:

@@ -7,11 +7,18 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 SHORT_S, MIDDLE_S, LONG_S = 5.0, 30.0, 120.0
-"""Windows: for a burst, for the level, for the trend."""
+"""Windows: for a burst, for the level of a rate that has just changed, for the trend and for a steady rate's level."""
+LEAST_S = 15.0
+"""Before so long is known nothing is said: a rate by a few seconds is a guess, and what waits asks for itself."""
 SAMPLE_S = 1.0
 BURST_SIGMAS = 5.0
 """So many standard deviations of a Poisson process above the level is no accident."""
-TREND_SIGMAS = 2.0
+CHANGE_SIGMAS = 3.0
+"""Two halves of a window that differ by so many standard deviations do not have the same rate."""
+CHANCE_SIGMAS = 2.0
+"""So many of what a rate gains may be chance: only the rest is taken for a trend."""
+LEARNED = 0.1
+"""Weight of each second of a burst in what is known of how long they last."""
 MOST_GROWTH = 2.0
 """A trend is believed up to so many times the level."""
 
@@ -44,27 +51,79 @@ class Forecast:
     """Requests a second."""
 
     level: float = 0.0
-    """Lately."""
+    """Since it last changed, as far as can be told."""
     expected: float = 0.0
     """When a replica that starts now is ready, never below what comes now."""
-    is_burst: bool = False
+    recent: float = 0.0
+    """Over the last half minute."""
+    before: float = 0.0
+    """Before the last seconds."""
+    burst: float = 0.0
+    """So much more came in the last seconds, where that is no accident; 0: it may be."""
+
+    @property
+    def is_burst(self) -> bool:
+        return self.burst > 0
 
 
-def forecast(samples: Samples, *, horizon_s: float) -> Forecast:
-    """What is to be expected in `horizon_s`."""
-    level, short = samples.rate(MIDDLE_S), samples.rate(SHORT_S)
-    if level is None or short is None:
+@dataclass(frozen=True)
+class Bursts:
+    """Which share of a burst was still there when a replica that it asked for would have been ready. A value.
+
+    A first burst is believed to last; those that were over sooner make the next ones count for less.
+    """
+
+    lasting: float = 1.0
+    last_s: float = -math.inf
+    """When the last one was seen."""
+    claims: tuple[tuple[float, float, float], ...] = ()
+    """Of the last seconds with bursts: when to look, the rate before, how much more came."""
+
+    def learn(self, found: Forecast, now_s: float, *, horizon_s: float) -> Bursts:
+        """After one more look."""
+        lasting, claims = self.lasting, self.claims
+        while claims and claims[0][0] <= now_s:
+            _, before, burst = claims[0]
+            kept = min(max(found.recent - before, 0.0) / burst, 1.0)
+            lasting, claims = lasting + LEARNED * (kept - lasting), claims[1:]
+        if found.is_burst:
+            claims = (*claims, (now_s + horizon_s + MIDDLE_S, found.before, found.burst))
+        return Bursts(lasting, now_s if found.is_burst else self.last_s, claims)
+
+
+NO_BURSTS = Bursts()
+
+
+def forecast(samples: Samples, bursts: Bursts = NO_BURSTS, *, horizon_s: float) -> Forecast:
+    """What is to be expected in `horizon_s`, by what was learned of bursts."""
+    recent, short = samples.rate(MIDDLE_S), samples.rate(SHORT_S)
+    if recent is None or short is None or samples.times_s[-1] - samples.times_s[0] < LEAST_S:
         return Forecast()
+    window_s = _steady_s(samples)
+    level = samples.rate(window_s) or 0.0
     before = _rate_before(samples)
     num_expected = before * SHORT_S
     # The level before is itself known from so many arrivals only.
     sigma = math.sqrt(num_expected * (1 + SHORT_S / MIDDLE_S) + 1)
     is_burst = short * SHORT_S > num_expected + BURST_SIGMAS * sigma + 1
-    expected = max(level, level + _trend(samples) * (horizon_s + MIDDLE_S / 2))
+    # A rate that has jumped does not go on rising as fast.
+    is_jump = is_burst or samples.times_s[-1] - bursts.last_s < MIDDLE_S
+    expected = level if is_jump else level + _trend(samples) * (horizon_s + window_s / 2)
     expected = min(expected, MOST_GROWTH * level)
-    if is_burst:
-        expected = max(expected, short)
-    return Forecast(level, expected, is_burst)
+    burst = short - before if is_burst else 0.0
+    expected = max(expected, before + bursts.lasting * burst) if is_burst else expected
+    return Forecast(level, expected, recent, before, burst)
+
+
+def _steady_s(samples: Samples) -> float:
+    """Over so long the rate has not changed, as far as can be told: chance counts the less the longer that is."""
+    window_s, known_s = MIDDLE_S, samples.times_s[-1] - samples.times_s[0]
+    while 2 * window_s <= min(LONG_S, known_s) + SAMPLE_S:
+        gain, sigma = _gain(samples, 2 * window_s)
+        if abs(gain) > CHANGE_SIGMAS * sigma:
+            break
+        window_s *= 2
+    return window_s
 
 
 def _rate_before(samples: Samples) -> float:
@@ -86,10 +145,8 @@ def _trend(samples: Samples) -> float:
     if span < MIDDLE_S:
         return 0.0
     gain, sigma = _gain(samples, span)
-    if gain <= TREND_SIGMAS * sigma:
-        return 0.0
     lately, _ = _gain(samples, MIDDLE_S)
-    return max(min(gain / (span / 2), lately / (MIDDLE_S / 2)), 0.0)
+    return max(min((gain - CHANCE_SIGMAS * sigma) / (span / 2), lately / (MIDDLE_S / 2)), 0.0)
 
 
 def _gain(samples: Samples, span_s: float) -> tuple[float, float]:

@@ -17,9 +17,13 @@ WORK_S = 120.0
 """After so long, a mean request is by two thirds those that came since."""
 LEAST_SEEN = 5.0
 """Requests that must have come and finished, before they say what a mean one is."""
+LEAST_RUNNING = 4.0
+"""Sequences that should run, before what runs says something about the model."""
+SETTLED_S = 15.0
+"""So long after replicas came or went, what runs is not what their rate alone explains."""
 MOST_CACHED = 0.95
 CORRECTION_S = 60.0
-LEAST_CORRECTION, MOST_CORRECTION = 0.8, 2.5
+LEAST_CORRECTION, MOST_CORRECTION = 0.95, 2.5
 """Of the model's load; the model is trusted further downwards than upwards."""
 FILL = 0.5
 """Without a model: share of a replica's sequences that should run, or of its KV room that should be used."""
@@ -80,7 +84,7 @@ class Observed:
         if num_ready != self.num_ready:
             found = replace(found, num_ready=num_ready, size_changed_s=now_s)
         work = found.work
-        if work is not None and rate > 0:
+        if work is not None and rate > 0 and now_s - found.size_changed_s >= SETTLED_S:
             found = found._with_loads(snapshot, work, rate, slo, passed_s)
         return found
 
@@ -120,16 +124,29 @@ class Observed:
                 continue
             seen = pool.num_running + pool.num_waiting
             each[pool.name] = _towards(each.get(pool.name, seen / rate), seen / rate, weight)
-            if pool.step_costs is None or pool.role is Role.PREFILL:
+            size = size_of(pool)
+            if size is None or pool.role is Role.PREFILL:
                 continue
-            size = ReplicaSize(pool.step_costs, pool.max_num_seqs, pool.kv_room_tokens, pool.tokens_a_step)
             expected = load(rate, work, size, slo, pool.role, num_replicas=pool.num_ready)
             num_expected = expected.num_running * pool.num_ready
-            if not math.isfinite(num_expected) or num_expected < 1.0 or pool.num_waiting > pool.num_ready:
+            if not math.isfinite(num_expected) or num_expected < LEAST_RUNNING or pool.num_waiting > pool.num_ready:
                 continue  # overloaded, or hardly anything runs: says nothing about the model
             ratio = min(max(pool.num_running / num_expected, LEAST_CORRECTION), MOST_CORRECTION)
             corrections[pool.role] = _towards(corrections.get(pool.role, 1.0), ratio, weight)
         return replace(self, corrections=corrections, each=each)
+
+
+def size_of(pool: PoolState) -> ReplicaSize | None:
+    """What a replica of the pool is; None where nobody knows how long its steps take."""
+    if pool.step_costs is None:
+        return None
+    return ReplicaSize(
+        pool.step_costs,
+        pool.max_num_seqs,
+        pool.kv_room_tokens,
+        tokens_a_step=pool.tokens_a_step,
+        tpot_target_s=pool.tpot_target_s,
+    )
 
 
 def _time(entry: tuple[float, Counters]) -> float:

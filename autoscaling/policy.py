@@ -14,13 +14,21 @@ from manta.cluster.routing.roles import Role
 from manta.cluster.scaling import Decided, ReasonCode
 
 from .budget import fit_into
-from .capacity import Need, ReplicaSize, Work, need
+from .capacity import Need, Work, held_rate, load, need
 from .damping import Damping
-from .forecast import Forecast, Samples, forecast
-from .observed import Observed, Trail
+from .forecast import LONG_S, Bursts, Forecast, Samples, forecast
+from .observed import Observed, Trail, size_of
 from .signals import Counters, FleetSnapshot, PoolState
 from .slo import Slo
 
+USUAL_WAIT = 0.25
+"""Of the limit for the first token: requests that came within so long may wait, and nothing is wrong."""
+HELD_WINDOWS = 10
+"""Times that over which lateness is looked at: so long it must have been within the objective to be held."""
+HELD_MARGIN = 1.05
+"""Replicas that hold the objective are believed to hold so many times the rate at which they do."""
+BREACH_SIGMAS = 2.0
+"""Late requests beyond what the objective allows that may be chance, in standard deviations."""
 USUAL_WORK = Work(num_new_tokens=1024.0, num_prompt_tokens=1024.0, num_output_tokens=256.0)
 
 
@@ -35,11 +43,11 @@ class PolicySettings:
     """So long fewer replicas must have been enough before some stop; longer where that was regretted (damping.py)."""
     to_zero_s: float = 300.0
     """So long no request must have come before the last stops, where a pool may go to zero."""
-    headroom: float = 1.1
+    headroom: float = 1.05
     """Of the expected rate, replicas are provided for so many times it."""
-    down_margin: float = 1.2
+    down_margin: float = 1.1
     """Replicas stop when so many times the rate would still be held: load near a threshold changes nothing."""
-    drain_backlog_s: float = 3.0
+    drain_backlog_s: float = 10.0
     """A backlog is to be worked off in so long."""
     breach_s: float = 60.0
     """Window over which lateness is looked at."""
@@ -82,10 +90,13 @@ class PolicyState:
     """What a policy remembers. Opaque to others, and a value: nothing changes it."""
 
     samples: Samples = field(default_factory=Samples)
+    bursts: Bursts = field(default_factory=Bursts)
     trail: Trail = field(default_factory=Trail)
     observed: Observed = field(default_factory=Observed)
     damping: Mapping[str, Damping] = field(default_factory=dict)
     """By pool."""
+    hurry: Mapping[str, Damping] = field(default_factory=dict)
+    """The same over a shorter time, with what backlogs ask for."""
     begun_s: float | None = None
     last_work_s: float | None = None
     """When something was last there to do."""
@@ -126,16 +137,22 @@ class _Deciding:
         cold_start_s = settings.cold_start_s if snapshot.cold_start_s is None else snapshot.cold_start_s
         self._cold_start_s = cold_start_s
         samples = state.samples.add(now_s, snapshot.counters.num_arrived)
-        trail = state.trail.add(now_s, snapshot.counters, keep_s=max(settings.breach_s, 60.0))
-        self._forecast: Forecast = forecast(samples, horizon_s=cold_start_s)
+        trail = state.trail.add(now_s, snapshot.counters, keep_s=HELD_WINDOWS * settings.breach_s)
+        self._forecast: Forecast = forecast(samples, state.bursts, horizon_s=cold_start_s)
+        bursts = state.bursts.learn(self._forecast, now_s, horizon_s=cold_start_s)
         self._recent: Counters = trail.since(now_s - settings.breach_s)
-        self._observed = state.observed.learn(snapshot, self._forecast.level, settings.slo, now_s)
+        # While a rate jumps, what runs does not belong to it yet.
+        rate = 0.0 if self._forecast.is_burst else self._forecast.recent
+        self._observed = state.observed.learn(snapshot, rate, settings.slo, now_s)
         self._work = self._observed.work or settings.usual
         begun_s = now_s if state.begun_s is None else state.begun_s
-        self._state = replace(state, samples=samples, trail=trail, observed=self._observed, begun_s=begun_s)
+        self._state = replace(
+            state, samples=samples, bursts=bursts, trail=trail, observed=self._observed, begun_s=begun_s
+        )
         # What was late before all replicas were there says nothing about whether they are enough.
         settled_s = self._observed.size_changed_s + settings.breach_s / 4
         self._since_settled: Counters = trail.since(max(now_s - settings.breach_s, settled_s))
+        self._long_settled: Counters = trail.since(max(now_s - HELD_WINDOWS * settings.breach_s, settled_s))
         self._before = state.observed.num_ready
         self._decided: list[Decided] = []
 
@@ -207,6 +224,8 @@ class _Deciding:
     def _forward(self, pool: PoolState, expected: float) -> _Wish:
         """By the model, or without one by what replicas were seen to hold."""
         found = self._need(pool, expected * self._settings.headroom)
+        if pool.num_ready == pool.target < found.num_replicas and self._holds(pool, found, expected):
+            return _Wish(pool.target, ReasonCode.FORECAST, f"{pool.target} hold the objective")
         code = ReasonCode.BURST if self._forecast.is_burst else ReasonCode.FORECAST
         if found.limit == "kv_room":
             code = ReasonCode.KV_ROOM
@@ -218,6 +237,20 @@ class _Deciding:
         )
         return _Wish(found.num_replicas, code, because)
 
+    def _holds(self, pool: PoolState, found: Need, expected: float) -> bool:
+        """Whether what is there was seen to hold the objective at the rate that is expected: then the model of times,
+        and a reserve for what it does not know, have no say, unless it says that so much cannot be served at all."""
+        settings, state, size = self._settings, self._state, size_of(pool)
+        if found.limit not in ("ttft", "tpot") or size is None:
+            return False
+        modelled = load(expected, self._work, size, settings.slo, pool.role, num_replicas=pool.target)
+        if not math.isfinite(modelled.ttft_s):
+            return False
+        rate, recent = state.samples.rate(LONG_S), self._long_settled
+        if rate is None or expected > HELD_MARGIN * rate or recent.num_finished < 1 / (1 - settings.slo.target):
+            return False
+        return not is_breach(recent, settings) and not is_breach(self._since_settled, settings)
+
     def _need(self, pool: PoolState, rate: float) -> Need:
         return needed(
             pool, rate * self._observed.correction_of(pool.role), self._work, self._settings.slo, self._observed
@@ -228,12 +261,22 @@ class _Deciding:
         num_waiting = self._snapshot.num_held + pool.num_waiting
         if pool.role is Role.DECODE:
             num_waiting = pool.num_waiting
-        # Some always wait for their first step.
-        num_waiting -= math.ceil(expected * 0.25) + pool.num_ready
+        # Some always wait for their first step, and more where the first token may take longer.
+        ttft_s = self._settings.slo.ttft_s or 1.0
+        num_waiting -= math.ceil(expected * USUAL_WAIT * ttft_s) + pool.num_ready
         if num_waiting <= 0:
             return _Wish(0, ReasonCode.BACKLOG, "")
-        found = self._need(pool, expected + num_waiting / self._settings.drain_backlog_s)
-        return _Wish(found.num_replicas, ReasonCode.BACKLOG, f"{num_waiting} requests wait beyond the usual")
+        size, ahead_s = size_of(pool), self._cold_start_s
+        if size is not None and self._observed.work is not None:  # a guessed request says nothing about what is held
+            held = held_rate(self._work, size, self._settings.slo, pool.role, num_replicas=pool.num_ready)
+            # Those that start are there sooner than one that starts now.
+            ahead_s = ahead_s / 2 if pool.num_starting else ahead_s
+            num_waiting += round((expected - held / self._observed.correction_of(pool.role)) * ahead_s)
+            if num_waiting <= 0:
+                return _Wish(0, ReasonCode.BACKLOG, "")  # worked off before another replica could be there
+        found = self._need(pool, expected + num_waiting / max(self._settings.drain_backlog_s, ttft_s))
+        because = f"{num_waiting} requests wait beyond the usual, or will in {ahead_s:.0f} s"
+        return _Wish(found.num_replicas, ReasonCode.BACKLOG, because)
 
     def _breach(self, pool: PoolState) -> _Wish:
         """One in eight more, each time that all of them have come and requests are still late."""
@@ -260,6 +303,10 @@ class _Deciding:
         to_keep = wanted
         if wanted < pool.target:  # near a threshold, what is there stays
             to_keep = min(pool.target, max(wanted, self._need_with_margin(pool)))
+        # What a backlog asks for is not needed when it is gone: it stays for as long as a start takes.
+        hurry = self._state.hurry.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=self._cold_start_s)
+        if wish.reason is ReasonCode.BACKLOG:
+            to_keep = min(to_keep, max(self._need_with_margin(pool), 1))
         damping = self._state.damping.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=settings.quiet_s)
         if wanted >= pool.target:
             target = min(wanted, pool.max_replicas)
@@ -269,10 +316,14 @@ class _Deciding:
             begun_s, breach_s = self._state.begun_s, self._state.last_breach_s
             is_known = begun_s is not None and now_s - begun_s >= settings.quiet_s
             is_late = breach_s is not None and now_s - breach_s < settings.quiet_s / 2
-            target = pool.target if not is_known or is_late else min(damping.most, pool.target)
+            target = pool.target if not is_known or is_late else min(max(damping.most, hurry.most), pool.target)
             if target < pool.target:
                 damping = damping.fell(now_s)
-        self._state = replace(self._state, damping={**self._state.damping, pool.name: damping})
+        self._state = replace(
+            self._state,
+            damping={**self._state.damping, pool.name: damping},
+            hurry={**self._state.hurry, pool.name: hurry},
+        )
         return min(max(target, pool.min_replicas), pool.max_replicas)
 
     def _need_with_margin(self, pool: PoolState) -> int:
@@ -371,10 +422,8 @@ class _Deciding:
 
 def needed(pool: PoolState, rate: float, work: Work, slo: Slo, observed: Observed) -> Need:
     """Replicas of a pool for `rate` requests/s, by the step-time model, or where there is none by what was seen."""
-    if pool.step_costs is None:
-        return observed.need(pool, rate)
-    size = ReplicaSize(pool.step_costs, pool.max_num_seqs, pool.kv_room_tokens, pool.tokens_a_step)
-    return need(rate, work, size, slo, pool.role)
+    size = size_of(pool)
+    return observed.need(pool, rate) if size is None else need(rate, work, size, slo, pool.role)
 
 
 def attainment(outcomes: Counters) -> float | None:
@@ -384,7 +433,8 @@ def attainment(outcomes: Counters) -> float | None:
 
 
 def is_breach(outcomes: Counters, settings: PolicySettings) -> bool:
-    """Whether more were late than the objective allows."""
-    share = attainment(outcomes)
+    """Whether more were late than the objective allows and chance explains."""
     num = outcomes.num_finished + outcomes.num_failed
-    return share is not None and num >= settings.least_outcomes and share < settings.slo.target
+    num_allowed = num * (1 - settings.slo.target)
+    num_late = num - outcomes.num_good
+    return num >= settings.least_outcomes and num_late > num_allowed + BREACH_SIGMAS * math.sqrt(num_allowed)

@@ -39,6 +39,8 @@ class PoolState:
     kv_room_tokens: int = 0
     """0: not known."""
     tokens_a_step: int = 8192
+    tpot_target_s: float | None = None
+    """What a replica holds its steps with decodes under; None: they take as many prompt tokens as fit."""
     step_costs: StepCosts | None = None
     """None: what a replica can do is learned from its load only."""
 

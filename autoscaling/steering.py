@@ -221,5 +221,6 @@ def _pool_state(limits: PoolLimits, counts: PoolCounts, seen: PoolSignals | None
         max_num_seqs=seen.max_num_seqs or limits.max_num_seqs,
         kv_room_tokens=seen.kv_room_tokens,
         tokens_a_step=seen.tokens_a_step or 8192,
+        tpot_target_s=seen.tpot_target_s,
         step_costs=seen.step_costs,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from manta.deploy.observability.queries import increase, now, quantile, rate, with_values
+from manta.deploy.observability.queries import now, quantile, rate, with_values
 from manta.engine.errors import ConfigError, Unavailable
 
 from .report import check_plot
@@ -48,7 +48,7 @@ LINES = (
     Line("seconds", "TTFT limit", now("manta_slo_limit_seconds", match='limit="ttft"')),
     Line("outcomes a second", "{outcome}", rate("manta_slo_requests_total", "outcome")),
 )
-DECISIONS = Line("", "{pool}: {reason}", increase("manta_scaling_decisions_total", "pool", "reason") + " > 0")
+DECISIONS = Line("", "{pool}: {reason}", now("manta_scaling_decisions_total", "pool", "reason"))
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def read_course(
             f"the Prometheus at {url} knows nothing of the job {job!r} in that time; name another with --job, or look "
             "further back with --minutes"
         )
-    return Course(begin_s, end_s, tuple(series), tuple(sorted(_first_seen(steps))))
+    return Course(begin_s, end_s, tuple(series), tuple(sorted(_rises(steps))))
 
 
 def load_course(file: Path) -> Course:
@@ -180,13 +180,14 @@ def _range(client: httpx.Client, line: Line, job: str, begin_s: float, end_s: fl
     return found
 
 
-def _first_seen(series: Sequence[Series]) -> list[tuple[float, str]]:
-    """The rises of counters over the window begin when something was decided: where a stretch of points begins."""
+def _rises(series: Sequence[Series]) -> list[tuple[float, str]]:
+    """When counters rose, once for each that was counted. By values, not by Prometheus' `increase`, which takes two
+    decisions within its window for one and does not see the first of a reason."""
     found = []
     for one in series:
-        before_s = -math.inf
-        for at, _ in one.points:
-            if at - before_s > 2.0:
-                found.append((at, one.legend))
-            before_s = at
+        before = one.points[0][1]
+        for at, value in one.points:
+            num = value - before if value >= before else value  # who counts began anew
+            found += [(at, one.legend)] * round(num)
+            before = value
     return found

@@ -65,6 +65,8 @@ class PoolSignals(msgspec.Struct, frozen=True, kw_only=True):
     """Of a replica; 0 while none was seen."""
     tokens_a_step: int = 0
     """Of a replica; 0 while none was seen."""
+    tpot_target_s: float | None = None
+    """What a replica holds its steps with decodes under; None: nothing."""
     step_costs: StepCosts | None = None
     """Of a replica; None while nobody knows how long its steps take."""
     startup_s: float | None = None

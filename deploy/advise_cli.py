@@ -94,12 +94,14 @@ def _pool(config: DeployConfig, *, knows_model: bool) -> PoolState:
     from manta.engine.model_source import load_shape, resolve_model
     from manta.engine.sim_device import start_simulated
 
+    target_ms = config.engine.scheduler.tpot_target_ms
     device = start_simulated(config.engine, load_shape(resolve_model(config.engine.model)))
     return replace(
         pool,
         max_num_seqs=device.max_num_seqs,
         kv_room_tokens=device.num_blocks * device.block_size,
         tokens_a_step=device.max_num_batched_tokens,
+        tpot_target_s=None if target_ms is None else target_ms / 1e3,
         step_costs=None if device.predict is None else StepCosts.of(device.predict),
     )
 

@@ -146,5 +146,6 @@ def _state_of(pool: PoolMembers) -> PoolState:
         max_num_seqs=spec.max_num_seqs,
         kv_room_tokens=kind.kind.room,
         tokens_a_step=spec.max_num_batched_tokens,
+        tpot_target_s=spec.tpot_target_s,
         step_costs=kind.kind.costs,
     )

@@ -67,6 +67,7 @@ def _pool(name: str, role: Role, loads: Sequence[ReplicaLoad]) -> PoolSignals:
         max_num_seqs=0 if newest is None else newest.max_num_seqs,
         kv_room_tokens=room,
         tokens_a_step=0 if newest is None else newest.max_num_batched_tokens,
+        tpot_target_s=None if newest is None else newest.tpot_target_s,
         step_costs=next((load.costs for load in reversed(loads) if load.costs is not None), None),
         startup_s=None if newest is None or not newest.startup_s else sum(newest.startup_s.values()),
     )

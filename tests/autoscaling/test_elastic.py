@@ -137,9 +137,9 @@ def test_a_change_of_direction_is_a_reversal() -> None:
     assert reversals(changes) == 2
 
 
-def test_the_policy_follows_a_load_that_grows_and_falls() -> None:
+def test_the_policy_follows_a_load_that_one_replica_does_not_hold_and_goes_back() -> None:
     requests = (
-        evenly(60, every_s=0.5) + evenly(2400, every_s=0.025, from_s=30.0) + evenly(120, every_s=0.5, from_s=90.0)
+        evenly(60, every_s=0.5) + evenly(12_000, every_s=0.005, from_s=30.0) + evenly(120, every_s=0.5, from_s=90.0)
     )
     settings = PolicySettings(slo=SLO, cold_start_s=5.0, quiet_s=20.0)
     run, _ = run_fleet(requests, Policy(settings))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manta.autoscaling.policy import Policy, PolicySettings, PolicyState, RoleChange
+from manta.autoscaling.policy import Policy, PolicySettings, PolicyState, RoleChange, is_breach
 from manta.autoscaling.signals import Counters, FleetSnapshot, PoolState
 from manta.cluster.routing.roles import Role
 from tests.autoscaling.policy_runs import COSTS, SLO, Run, run
@@ -75,6 +75,48 @@ def test_late_requests_ask_for_more_although_the_model_sees_enough() -> None:
         found += decision.decided
     assert [(one.before, one.after, one.reason) for one in found][:1] == [(4, 5, "breach")]
     assert "0.0% of the last requests" in found[0].sentence
+
+
+def steadily(pool: PoolState, *, rate: int, num_late: int = 0, seconds: int = 300, settings=SETTINGS) -> set[int]:
+    """Targets under a steady load, from half a minute on, while of each 100 answers some are late."""
+    policy, state, targets = Policy(settings), PolicyState(), set()
+    for second in range(seconds):
+        num = rate * second
+        counters = Counters(num_arrived=num, num_prompt_tokens=1000 * num, num_finished=num,
+                            num_output_tokens=250 * num, num_good=num - num * num_late // 100,
+                            num_late_ttft=num * num_late // 100)  # fmt: skip
+        state, decision = policy.decide(state, FleetSnapshot(counters=counters, pools=(pool,)), float(second))
+        if second >= 30:
+            targets.add(decision.targets["engine"])
+    return targets
+
+
+def test_what_is_there_and_holds_the_objective_gets_no_reserve_beside_it() -> None:
+    settings = replace(SETTINGS, headroom=1.5)
+    pool = PoolState(name="engine", num_ready=3, target=3, max_replicas=16, num_running=60, step_costs=COSTS)
+    assert steadily(pool, rate=60, settings=settings) == {3}
+    assert max(steadily(pool, rate=60, num_late=5, settings=settings)) > 3
+
+
+def test_lateness_that_may_be_chance_is_no_breach() -> None:
+    few = Counters(num_finished=100, num_good=98, num_late_ttft=2)
+    many = Counters(num_finished=2000, num_good=1960, num_late_ttft=40)
+    assert not is_breach(few, SETTINGS)
+    assert is_breach(many, SETTINGS)
+
+
+def test_a_backlog_that_is_worked_off_before_another_replica_could_come_asks_for_none() -> None:
+    pool = PoolState(name="engine", num_ready=4, target=4, max_replicas=16, num_running=40, step_costs=COSTS)
+    policy, state, targets = Policy(SETTINGS), PolicyState(), []
+    for second in range(60):
+        num = 20 * second
+        counters = Counters(num_arrived=num, num_prompt_tokens=1000 * num, num_finished=num,
+                            num_output_tokens=250 * num, num_good=num)  # fmt: skip
+        now = replace(pool, num_waiting={40: 150, 50: 5000}.get(second, 0))
+        state, decision = policy.decide(state, FleetSnapshot(counters=counters, pools=(now,)), float(second))
+        targets.append(decision.targets["engine"])
+    assert targets[40] == 4
+    assert targets[50] > 4
 
 
 def test_an_idle_pool_goes_to_zero_and_the_first_request_wakes_it() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from manta.autoscaling.budget import Ask, ModelAsk, own_budget, share
-from manta.autoscaling.capacity import ReplicaSize, Work, load, need
-from manta.autoscaling.forecast import Forecast, Samples, forecast
+from manta.autoscaling.capacity import ReplicaSize, Work, held_rate, load, need
+from manta.autoscaling.forecast import Bursts, Forecast, Samples, forecast
 from manta.autoscaling.policy import PolicySettings
 from manta.autoscaling.signals import EdgeSums
 from manta.autoscaling.slo import Slo
@@ -20,6 +22,7 @@ SETTINGS = SteeringSettings(
     model="llama", pools=(PoolLimits(name="engine", min_replicas=0, max_replicas=8),), policy=PolicySettings(slo=SLO)
 )
 SIZE = ReplicaSize(COSTS, 256, 400_000)
+BOUNDED = ReplicaSize(COSTS, 256, 400_000, tpot_target_s=0.016)
 
 
 def report(edge: str, now_s: float, *, arrived: int = 0, held: int = 0, ready: int = 1) -> EdgeSignals:
@@ -114,6 +117,29 @@ def test_room_in_the_kv_cache_can_be_the_limit() -> None:
     assert found.load.num_kv_tokens <= 0.85 * 400_000
 
 
+def test_where_the_engine_bounds_its_steps_prompts_wait_and_time_per_token_is_no_limit() -> None:
+    """Of prompts ten times as long as answers, the steps alone would ask for half as many replicas again."""
+    prompts = Work(num_new_tokens=4000.0, num_prompt_tokens=4000.0, num_output_tokens=100.0)
+    slo = Slo(ttft_s=2.0, tpot_s=0.02)
+    free, bounded = need(60, prompts, SIZE, slo, Role.MIXED), need(60, prompts, BOUNDED, slo, Role.MIXED)
+    assert (free.limit, bounded.limit) == ("tpot", "ttft")
+    assert bounded.num_replicas < free.num_replicas
+
+
+def test_a_bound_above_the_objective_does_not_hold_it() -> None:
+    loose = replace(SIZE, tpot_target_s=0.04)
+    assert need(60, WORK, loose, Slo(tpot_s=0.006), Role.MIXED).limit == "tpot"
+
+
+def test_prompts_are_computed_more_slowly_the_shorter_the_steps_are_held() -> None:
+    found = [
+        load(20, WORK, replace(SIZE, tpot_target_s=target_s), SLO, Role.MIXED, num_replicas=1).ttft_s
+        for target_s in (0.04, 0.02, 0.01)
+    ]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
 def test_an_objective_that_an_idle_replica_misses_asks_for_no_fleet_without_end() -> None:
     found = need(10, WORK, SIZE, Slo(ttft_s=0.001), Role.MIXED)
     assert (found.num_replicas, found.limit) == (1, "ttft")
@@ -122,6 +148,44 @@ def test_an_objective_that_an_idle_replica_misses_asks_for_no_fleet_without_end(
 def test_the_load_of_a_replica_follows_littles_law() -> None:
     found = load(30, WORK, SIZE, SLO, Role.MIXED, num_replicas=2)
     assert found.num_running == pytest.approx(15 * 250 * found.step_s)
+
+
+def test_the_rate_that_replicas_hold_needs_just_as_many() -> None:
+    rate = held_rate(WORK, BOUNDED, SLO, Role.MIXED, num_replicas=3)
+    assert need(rate, WORK, BOUNDED, SLO, Role.MIXED).num_replicas == 3
+    assert need(1.02 * rate, WORK, BOUNDED, SLO, Role.MIXED).num_replicas == 4
+
+
+def test_a_rate_that_has_not_changed_is_known_the_better_the_longer_it_lasts() -> None:
+    """Half a minute by chance a fifth above the rest moves the level by a twentieth."""
+    samples, count = Samples(), 0
+    for second in range(200):
+        count += 5 if second < 170 else 6
+        samples = samples.add(float(second), count)
+    assert forecast(samples, horizon_s=30.0).level == pytest.approx(5.25, rel=0.02)
+
+
+def test_a_jump_is_expected_to_stay_and_not_to_go_on_rising() -> None:
+    samples, bursts, count, found = Samples(), Bursts(), 0, Forecast()
+    for second in range(135):
+        count += 10 if second < 110 else 100
+        samples = samples.add(float(second), count)
+        found = forecast(samples, bursts, horizon_s=40.0)
+        bursts = bursts.learn(found, float(second), horizon_s=40.0)
+        assert found.expected <= 101
+
+
+def test_bursts_that_were_over_before_a_replica_came_count_for_less_the_next_time() -> None:
+    samples, bursts, count, asked = Samples(), Bursts(), 0, {0: 0.0, 8: 0.0}
+    for second in range(3000):
+        count += 100 if second % 300 >= 290 else 5
+        samples = samples.add(float(second), count)
+        found = forecast(samples, bursts, horizon_s=40.0)
+        bursts = bursts.learn(found, float(second), horizon_s=40.0)
+        if second // 300 in asked:
+            asked[second // 300] = max(asked[second // 300], found.expected)
+    assert asked[0] == pytest.approx(100)
+    assert asked[8] < 50
 
 
 def test_a_step_up_is_a_burst_and_no_trend_that_goes_on() -> None:

@@ -15,7 +15,7 @@ BEGIN_S, END_S = 1000.0, 1060.0
 
 
 def prometheus(request: httpx.Request) -> httpx.Response:
-    """Desired replicas that rise, and one decision that is seen for some seconds."""
+    """Desired replicas that rise, and counts of decisions, of which one begins anew."""
     query = request.url.params["query"]
     assert "$" not in query, "no variable of Grafana's is left"
     result = []
@@ -23,8 +23,12 @@ def prometheus(request: httpx.Request) -> httpx.Response:
         values = [[1000, "2"], [1030, "6"], [1060, "NaN"]]
         result = [{"metric": {"pool": "engine"}, "values": values}]
     elif "manta_scaling_decisions_total" in query:
-        values = [[1029, "1"], [1030, "1"], [1031, "1"], [1050, "1"]]
-        result = [{"metric": {"pool": "engine", "reason": "forecast"}, "values": values}]
+        forecast = [[1028, "0"], [1029, "1"], [1030, "1"], [1031, "2"], [1050, "4"]]
+        quiet = [[1028, "7"], [1040, "7"], [1041, "1"]]
+        result = [
+            {"metric": {"pool": "engine", "reason": "forecast"}, "values": forecast},
+            {"metric": {"pool": "engine", "reason": "quiet"}, "values": quiet},
+        ]
     return httpx.Response(200, json={"status": "success", "data": {"resultType": "matrix", "result": result}})
 
 
@@ -32,12 +36,14 @@ def read(answer=prometheus) -> Course:
     return read_course("http://p", begin_s=BEGIN_S, end_s=END_S, transport=httpx.MockTransport(answer))
 
 
-def test_lines_carry_their_labels_and_decisions_the_moment_they_were_first_seen() -> None:
+def test_lines_carry_their_labels_and_every_decision_the_moment_it_was_first_seen() -> None:
     course = read()
     (one,) = course.series
     assert (one.panel, one.legend) == ("replicas", "engine desired")
     assert one.points == ((1000.0, 2.0), (1030.0, 6.0))
-    assert course.decisions == ((1029.0, "engine: forecast"), (1050.0, "engine: forecast"))
+    forecasts = [1029.0, 1031.0, 1050.0, 1050.0]
+    expected = [*((at, "engine: forecast") for at in forecasts), (1041.0, "engine: quiet")]
+    assert list(course.decisions) == sorted(expected)
 
 
 def test_what_was_kept_is_drawn_as_what_was_read(tmp_path: Path) -> None:
