@@ -114,7 +114,16 @@ def build_model_runner(
         check_deterministic(shape, device, shard)
     with _explained(f"the weights of {source.name} do not fit {device}", field="device"):
         workspace = _decode_workspace(shape, shard, max_num_seqs, device)
-        parameters = load_weights(source, shape, dtype=dtype, device=device, layout=shard, seed=config.model.seed)
+        parameters = load_weights(
+            source,
+            shape,
+            dtype=dtype,
+            device=device,
+            layout=shard,
+            seed=config.model.seed,
+            quantization=config.quantization,
+        )
+        weight_notes = parameters.notes
         model = Decoder(
             shape,
             parameters,
@@ -188,7 +197,7 @@ def build_model_runner(
     if device.type == "cuda":
         warm_up(runner)
         phases.end("warmup")
-    notes = [num_blocks.reason]
+    notes = [num_blocks.reason, *weight_notes]
     if max_model_len < wanted_len:
         notes.append(f"max_model_len is clipped from {wanted_len} to the {max_model_len} tokens that the blocks hold")
     return BuiltRunner(

@@ -13,6 +13,7 @@ import torch
 from manta.engine.model_shape import ModelShape
 from manta.engine.models.family import Parameter
 from manta.engine.parallel.layout import ShardLayout
+from manta.engine.quant.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,11 @@ class LayerParameters:
     """One layer. Weights [out, in], biases [out]."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
+    qkv: torch.Tensor | QuantizedWeight
+    output: torch.Tensor | QuantizedWeight
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | QuantizedWeight
+    down: torch.Tensor | QuantizedWeight
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
@@ -45,6 +46,8 @@ class Parameters:
     """Number of the first of `layers` in the whole model."""
     interleaved: bool
     """Whether gate_up holds row i of gate at 2 i and of up at 2 i + 1."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the operator: what is quantized, and what has no kernel."""
 
     def take_layer(self, index: int) -> LayerParameters:
         """Hand over the layer at `index` of `layers`; it is no longer held here. Once a layer."""
@@ -54,13 +57,22 @@ class Parameters:
 
 
 def allocate_parameters(
-    shape: ModelShape, *, dtype: torch.dtype, device: torch.device, layout: ShardLayout | None = None
+    shape: ModelShape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: ShardLayout | None = None,
+    has_plain_linears: bool = True,
 ) -> Parameters:
-    """Those of a rank (None: the only one), uninitialised."""
+    """Those of a rank (None: the only one), uninitialised. Without `has_plain_linears`, weights of the layers' products
+    take no memory: they are on torch's meta device, to be replaced."""
     layout = ShardLayout.whole(shape) if layout is None else layout
 
     def empty(*size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
+
+    def product(*size: int) -> torch.Tensor:
+        return empty(*size) if has_plain_linears else torch.empty(size, dtype=dtype, device="meta")
 
     hidden, inter = shape.hidden_size, len(layout.intermediate)
     q_size, kv_size = len(layout.heads) * shape.head_dim, len(layout.kv_heads) * shape.head_dim
@@ -69,11 +81,11 @@ def allocate_parameters(
     layers: list[LayerParameters | None] = [
         LayerParameters(
             input_norm=empty(hidden),
-            qkv=empty(q_size + 2 * kv_size, hidden),
-            output=empty(hidden, q_size),
+            qkv=product(q_size + 2 * kv_size, hidden),
+            output=product(hidden, q_size),
             post_norm=empty(hidden),
-            gate_up=empty(2 * inter, hidden),
-            down=empty(hidden, inter),
+            gate_up=product(2 * inter, hidden),
+            down=product(hidden, inter),
             qkv_bias=empty(q_size + 2 * kv_size) if shape.attention_bias else None,
             output_bias=empty(hidden) if shape.output_bias and adds_bias else None,
             gate_up_bias=empty(2 * inter) if shape.mlp_bias else None,
@@ -113,6 +125,10 @@ def destinations(shape: ModelShape, parameters: Parameters) -> dict[Parameter, t
 def _layer_destinations(
     shape: ModelShape, index: int, layer: LayerParameters, *, interleaved: bool
 ) -> dict[Parameter, torch.Tensor]:
+    assert isinstance(layer.qkv, torch.Tensor), "quantized weights have no views"
+    assert isinstance(layer.gate_up, torch.Tensor)
+    assert isinstance(layer.output, torch.Tensor)
+    assert isinstance(layer.down, torch.Tensor)
     q_size = layer.output.shape[1]
     kv_size = (layer.qkv.shape[0] - q_size) // 2
     views = {
