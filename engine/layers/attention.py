@@ -13,9 +13,11 @@ from manta.kernels.rope import rope_and_store
 
 from .linear import Linear
 from .norm import RmsNorm
+from .quantized_cache import QuantizedLayerCache, attend_quantized
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+PlainCache = tuple[torch.Tensor, torch.Tensor]
+LayerCache = PlainCache | QuantizedLayerCache
+"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]; in 8 bits with their scales."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class Attention:
         q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
         if self.head_norms is not None:
             self.head_norms(q, k)
+        if isinstance(cache, QuantizedLayerCache):
+            attended = attend_quantized(q, k, v, batch, cache, cos_sin, self._scale)
+            self.output.add_to(residual, attended.view(-1, self._width))
+            return
         keys, values = cache
         rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
         decode, prefill = batch.decode, batch.prefill
@@ -117,7 +123,7 @@ class Attention:
             self._prefill(q[first:], prefill, cache, attended[first:])
         self.output.add_to(residual, attended.view(-1, self._width))
 
-    def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+    def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: PlainCache, out: torch.Tensor | None) -> torch.Tensor:
         places = rows.block_table, rows.seq_lens, self._scale, out
         if rows.prefix is None:
             return attention_decode(
@@ -138,7 +144,7 @@ class Attention:
             prefix=rows.prefix,
         )
 
-    def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+    def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: PlainCache, out: torch.Tensor | None) -> torch.Tensor:
         return attention_prefill(
             q,
             *cache,
