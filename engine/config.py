@@ -138,8 +138,8 @@ class QuantizationConfig(Section):
 
     weights: WeightScheme = Field(
         default="auto",
-        description="auto: as the checkpoint has them (GGUF blocks dequantized); plain: dequantized; keep: GGUF blocks as "
-        "they are; a scheme: rounded to the nearest when they are loaded",
+        description="auto: as the checkpoint has them (GGUF blocks dequantized); plain: dequantized; keep: GGUF blocks "
+        "as they are; a scheme: rounded to the nearest when they are loaded",
     )
     group_size: Literal[32, 64, 128, "row"] = Field(
         default=128, description="of int4: columns that share a scale; row: all of them"

@@ -63,8 +63,11 @@ def _grouped(weight: GroupedWeight) -> KernelForm | None:
     codes, scales = weight.unpacked(), weight.full_scales()
     zeros = None if weight.zeros is None else weight.zeros.float()
     if weight.minimums is not None:
-        zeros = -weight.full_minimums() / scales  # s (q - z) = s q + m
-        zeros = torch.where(scales == 0, torch.zeros_like(zeros), zeros)
+        # s (q - z) = s q + m; where s is 0, all codes are m
+        is_flat = scales == 0
+        codes = codes.masked_fill(weight.by_column(is_flat), 0)
+        scales = scales.masked_fill(is_flat, 1.0)
+        zeros = -weight.full_minimums() / scales
     order = None
     if weight.group_ids is not None and not is_one_group:
         arranged = _arranged(weight.group_ids, size, scales.shape[1])

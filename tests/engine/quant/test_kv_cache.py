@@ -81,7 +81,7 @@ def test_chunks_and_batches_change_no_token(tmp_path: Path, name: str):
 @pytest.mark.parametrize(("device", "overrides"), [("cuda", {}), ("cpu", {"kv_transfer": True})])
 def test_what_cannot_be_had_yet_is_refused_by_name(device: str, overrides: dict[str, bool]):
     config = EngineConfig.build("random", kv_cache="fp8", **overrides)
-    with pytest.raises(ConfigError, match="quantization.kv_cache = 'fp8'"):
+    with pytest.raises(ConfigError, match=r"quantization\.kv_cache = 'fp8'"):
         check_kv_dtype(config, torch.device(device))
 
 
