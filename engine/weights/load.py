@@ -46,7 +46,7 @@ def load_weights(
     """
     quantization = quantization or QuantizationConfig()
     layout = ShardLayout.whole(shape) if layout is None else layout
-    fill = _plain_fill(source, shape, seed)
+    fill = plain_fill(source, shape, seed)
     reader = choose_reader(source, shape, quantization, fill, dtype=dtype, device=device)
     parameters = allocate_parameters(shape, dtype=dtype, device=device, layout=layout, has_plain_linears=reader is None)
     slice_of = slices(shape, layout)
@@ -59,7 +59,8 @@ def load_weights(
     return parameters
 
 
-def _plain_fill(source: ModelSource, shape: ModelShape, seed: int) -> Fill:
+def plain_fill(source: ModelSource, shape: ModelShape, seed: int) -> Fill:
+    """What reads (or draws) plain tensors of a source."""
     family = family_of(shape.architecture)
     if source.kind == "dummy":
         return lambda views, slice_of: fill_randomly(views, slice_of, tied=shape.tie_word_embeddings, seed=seed)

@@ -6,7 +6,7 @@ Knows where tensors go only as a mapping from parameters to views.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,9 +49,10 @@ class FolderTensors:
     """All tensors of a folder's safetensors by name, read when they are asked for. Every file is opened, and so known
     to be whole, from the start."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
+        """`files`: those alone, without an index."""
         self.folder = folder
-        file_of = _files_of_tensors(folder)
+        file_of = _files_of_tensors(folder) if files is None else _tensors_in([folder / file for file in files])
         opened = {file: _open(file) for file in sorted(set(file_of.values()))}
         held = {file: set(handle.keys()) for file, handle in opened.items()}
         for name, file in file_of.items():
@@ -121,6 +122,10 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no .safetensors file")
+    return _tensors_in(files)
+
+
+def _tensors_in(files: Sequence[Path]) -> dict[str, Path]:
     file_of: dict[str, Path] = {}
     for file in files:
         with _open(file) as opened:

@@ -61,8 +61,10 @@ class CheckpointReader:
         return weight.rows(slice(part.part.start, part.part.stop)) if part.dim == 0 else weight.columns(part.part)
 
 
-def checkpoint_reader(source: ModelSource, family: Family, described: Mapping[str, Any]) -> CheckpointReader:
-    """For a config.json with this `quantization_config`. Raises CheckpointError."""
+def checkpoint_reader(
+    source: ModelSource, family: Family, described: Mapping[str, Any], tensors: FolderTensors | None = None
+) -> CheckpointReader:
+    """For what config.json says; `tensors`: instead of all that the source has. Raises CheckpointError."""
     if not isinstance(described, Mapping):
         raise CheckpointError(f"{source.config_file}: quantization_config must be an object")
     settings = Settings(source.config_file, described)
@@ -73,4 +75,4 @@ def checkpoint_reader(source: ModelSource, family: Family, described: Mapping[st
         )
     format = FORMATS[method](settings)
     settings.refuse_unread()
-    return CheckpointReader(FolderTensors(source.path), family, format)
+    return CheckpointReader(FolderTensors(source.path) if tensors is None else tensors, family, format)
