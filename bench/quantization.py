@@ -129,6 +129,7 @@ def run(
     texts: Texts | None = None
     greedy: list[list[int]] = []
     described: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
 
     def say(sentence: str) -> None:
         if console is not None:
@@ -158,18 +159,9 @@ def run(
             result |= _against(result, baseline, tokens, greedy)
             found[name] = result
         say(f"{name}: perplexity {result['perplexity']:.4f}, weights {result['weight_bytes'] / 1e6:.1f} MB")
-    report = Report(
-        "quantization",
-        model=described,
-        workload=_workload(text_path, calibration_path, texts, sizes),
-        figures={
-            "perplexity_baseline": baseline["perplexity"],
-            **{f"perplexity_{name}": one["perplexity"] for name, one in found.items()},
-        },
-    )
-    tree = {**report.tree(), "baseline": baseline, "schemes": found}
-    if json_path is not None:
-        write_json(json_path, tree)
+        tree = _tree(described, _workload(text_path, calibration_path, texts, sizes), baseline, found)
+        if json_path is not None:  # what took long is kept, whatever becomes of the next scheme
+            write_json(json_path, tree)
     if console is not None:
         console.print(_table(baseline, found))
     return tree
@@ -288,8 +280,15 @@ def _against(
     }
 
 
-def _workload(text_path: Path, calibration_path: Path | None, texts: Texts | None, sizes: Sizes) -> dict[str, Any]:
-    assert texts is not None
+def _tree(
+    model: dict[str, Any], workload: dict[str, Any], baseline: dict[str, Any], found: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    figures = {f"perplexity_{name}": one["perplexity"] for name, one in {"baseline": baseline, **found}.items()}
+    report = Report("quantization", model=model, workload=workload, figures=figures)
+    return {**report.tree(), "baseline": baseline, "schemes": found}
+
+
+def _workload(text_path: Path, calibration_path: Path | None, texts: Texts, sizes: Sizes) -> dict[str, Any]:
     return {
         "text": text_path.name,
         "tokens": len(texts.token_ids),
