@@ -27,7 +27,7 @@ from .kernel_timing import MODELS, Peaks, time_us
 TUNED_ROWS = (1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, 1024, 32), 1024, 2048, 4096, 8192)
 """As decode steps are padded: what the library takes changes from one number of rows to the next."""
 PIECED_ROWS, PIECES = 8192, (2048, 4096)
-SUSTAINED_S = 0.4
+SUSTAINED_S = 1.5
 DETERMINISTIC_CANDIDATES = (
     DETERMINISTIC_TILES,
     GemmTiles(128, 128, 64, 4, 3, programs=2),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .layers.attention import AttentionBatch, DecodeRows, PrefillRows
+from .layers.attention import AttentionBatch, DecodeRows, LastRows, PrefillRows
 from .plan import NewSequence, Row, StepPlan
 
 NOTHING = -1
@@ -145,6 +145,9 @@ class BatchBuilder:
         sampling = samples.nonzero()[0]
         samples_all = len(sampling) == num_tokens
         arrays["sample_places"], arrays["sample_slots"] = firsts[1:][sampling] - 1, slots[sampling]
+        arrays["last_rows"], arrays["last_lens"] = slots[sampling].astype(np.int32), ends[sampling].astype(np.int32)
+        if self._decodes_as_prefills:
+            arrays["last_start"] = np.arange(len(sampling) + 1, dtype=np.int32)
         return BatchLayout(
             num_tokens=num_tokens,
             num_decodes=num_decodes,
@@ -277,6 +280,19 @@ def attention_batch(layout: BatchLayout, tensors: Mapping[str, torch.Tensor], st
             layout.max_prefill_len,
         )
     return AttentionBatch(tensors["positions"], tensors["slot_mapping"], decode, prefill)
+
+
+def last_rows(layout: BatchLayout, tensors: Mapping[str, torch.Tensor], state: SlotState) -> LastRows | None:
+    """The same for the rows that sample, where no other is read behind the last layer; None: all of them are."""
+    if layout.samples_all or layout.prompt_rows:
+        return None
+    rows, lens, longest = tensors["last_rows"], tensors["last_lens"], int(layout.sampling_positions.max(initial=0))
+    decode = prefill = None
+    if "last_start" in tensors:
+        prefill = PrefillRows(state.block_table, rows, lens, tensors["last_start"], 1, longest)
+    else:
+        decode = DecodeRows(len(rows), state.block_table, rows, lens, longest)
+    return LastRows(tensors["sample_places"], decode, prefill)
 
 
 def step_places(layout: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> StepPlaces:

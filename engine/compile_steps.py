@@ -17,7 +17,7 @@ from manta.kernels.sampling import argmax
 from .batch import SlotState
 from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind
 from .kv_cache import CacheLayout
-from .layers.attention import AttentionBatch, PrefillRows
+from .layers.attention import AttentionBatch, DecodeRows, LastRows, PrefillRows
 from .models.decoder import Decoder
 from .prefill_graphs import PrefillGraphs
 
@@ -52,7 +52,7 @@ def compile_steps(
     # The longest prefill first: its attention takes longest to compile.
     with compiling_only(os.cpu_count() or 1):
         length = min(max_num_tokens, max_model_len)
-        _prefill(first, layout, state, -(-max_num_tokens // length), length, device)
+        _prefill(first, layout, state, -(-max_num_tokens // length), length, device, deterministic=deterministic)
         PrefillGraphs(
             first,
             caches,
@@ -78,7 +78,7 @@ def compile_steps(
             )
             step.run()
         for size in decode_sizes:
-            _prefill(first, layout, state, size, 2, device)
+            _prefill(first, layout, state, size, 2, device, deterministic=deterministic)
 
 
 def sizes_with_own_kernels(max_num_seqs: int) -> list[int]:
@@ -87,9 +87,17 @@ def sizes_with_own_kernels(max_num_seqs: int) -> list[int]:
 
 
 def _prefill(
-    model: Decoder, layout: CacheLayout, state: SlotState, num_seqs: int, length: int, device: torch.device
+    model: Decoder,
+    layout: CacheLayout,
+    state: SlotState,
+    num_seqs: int,
+    length: int,
+    device: torch.device,
+    *,
+    deterministic: bool,
 ) -> None:
-    """Prompts of `length` tokens, all in block 0, and a greedy draw for each."""
+    """Prompts of `length` tokens, all in block 0, and a greedy draw for each; all tokens pass the layer, as if others
+    followed, and the last of each prompt once more by itself."""
 
     def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -105,5 +113,11 @@ def _prefill(
     )
     batch = AttentionBatch(zeros(num_tokens, torch.int64), zeros(num_tokens, torch.int64), None, rows)
     caches = layout.allocate(1, device)[:1]
-    residual = model.forward(zeros(num_tokens, torch.int64), batch, caches)
-    argmax(model.logits(residual[:num_seqs]))
+    residual, q = model.begin(zeros(num_tokens, torch.int64), batch, caches)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+    decode = DecodeRows(num_seqs, rows.block_table, rows.table_rows, rows.seq_lens, length)
+    single = PrefillRows(rows.block_table, rows.table_rows, rows.seq_lens, starts, 1, length)
+    places = zeros(num_seqs, torch.int64)
+    last = LastRows(places, None, single) if deterministic else LastRows(places, decode, None)
+    argmax(model.logits(model.finish(residual, q, batch, caches[-1], last=last)))
+    model.finish(residual, q, batch, caches[-1])

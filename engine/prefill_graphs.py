@@ -2,8 +2,9 @@
 
 A short prompt computes for less time than the host takes to launch its kernels one by one. One graph serves any mix of
 decodes and prefills that fits: decodes come first, as in a plan, and lie in a sequence without keys for the prefill
-kernel, which skips it, while rows behind them have no keys for the decode kernel. Draws run after the graph. Knows
-slots and sizes, no requests.
+kernel, which skips it, while rows behind them have no keys for the decode kernel. A graph ends with the last layer's
+queries: what follows concerns only the rows that sample, and runs after it like the draw. Knows slots and sizes, no
+requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from .batch import BatchLayout, SlotState
 from .cuda_graphs import GraphCapture
-from .layers.attention import AttentionBatch, DecodeRows, LayerCache, PrefillRows
+from .layers.attention import AttentionBatch, DecodeRows, LastRows, LayerCache, PrefillRows
 from .models.decoder import Decoder
 from .upload import FixedUpload
 
@@ -43,11 +44,14 @@ class PaddedStep:
     token_ids: torch.Tensor  # [padded tokens] int64, once sent
     num_tokens: int
     send: Callable[[], None]
-    forward: Callable[[], torch.Tensor]
+    begin: Callable[[], None]
+    finish: Callable[[LastRows | None], torch.Tensor]
 
-    def run(self) -> torch.Tensor:
-        """The residual stream behind the last layer [tokens, hidden], until the next step of any kind runs."""
-        return self.forward()[: self.num_tokens]
+    def run(self, last: LastRows | None) -> torch.Tensor:
+        """The residual stream behind the last layer, until the next step runs: of the `last` rows [rows, hidden], or of
+        all [tokens, hidden]."""
+        self.begin()
+        return self.finish(last)[: self.num_tokens]
 
 
 class PrefillGraphs:
@@ -83,9 +87,11 @@ class PrefillGraphs:
         self._upload = FixedUpload(layout, device)
         # One place for all graphs: what each returned would stay alive with it.
         self._residual = torch.empty((most, model.shape.hidden_size), dtype=model.dtype, device=device)
+        heads = len(model.layout.heads), model.shape.head_dim
+        self._queries = torch.empty((most, *heads), dtype=model.dtype, device=device)
         if device.type == "cuda":  # they were filled on this thread's stream, steps run on the lane's
             torch.cuda.current_stream(device).synchronize()
-        self._graphs: dict[int, Callable[[], torch.Tensor]] = {}
+        self._graphs: dict[int, Callable[[], None]] = {}
 
     def take(self, batch: BatchLayout, arrays: dict[str, np.ndarray]) -> PaddedStep | None:
         """Move what `forward` reads from a step's `arrays` to where a graph finds it. None: no graph takes the step,
@@ -95,35 +101,52 @@ class PrefillGraphs:
             return None
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
         if self._capture is None:
-            forward = self._forward_of(size)
+            begin = self._begin_of(size)
         elif size in self._graphs:
-            forward = self._graphs[size]
+            begin = self._graphs[size]
         else:
             return None
         places = self._upload.next_arrays()
         stage = self._upload.stage
         _fill(places, batch, {name: arrays.pop(name) for name in _MOVED})
         token_ids = self._upload.tensors["token_ids"][:size]
-        return PaddedStep(token_ids, batch.num_tokens, lambda: self._upload.send(stage), forward)
+        return PaddedStep(
+            token_ids, batch.num_tokens, lambda: self._upload.send(stage), begin, lambda last: self._finish(size, last)
+        )
 
     def preparations(self) -> Iterator[None]:
         """Captures one more graph each time it is asked, the largest first: the others fit into its memory."""
         assert self._capture is not None
         for size in reversed(self._sizes):
             self._clear()
-            self._graphs[size] = self._capture.capture(self._forward_of(size)).replay
+            self._graphs[size] = self._capture.capture(self._begin_of(size)).replay
             yield
 
     def run_largest(self) -> None:
         """The largest step with nothing but padding, kernel by kernel: what memory that takes can be measured."""
         self._clear()
-        self._forward_of(self._sizes[-1])()
+        self._begin_of(self._sizes[-1])()
+        self._finish(self._sizes[-1], None)
 
-    def _forward_of(self, size: int) -> Callable[[], torch.Tensor]:
+    def _begin_of(self, size: int) -> Callable[[], None]:
+        batch, token_ids = self._batch_of(size), self._upload.tensors["token_ids"][:size]
+
+        def begin() -> None:
+            residual, q = self._model.begin(token_ids, batch, self._caches)
+            self._residual[:size].copy_(residual)
+            self._queries[:size].copy_(q)
+
+        return begin
+
+    def _finish(self, size: int, last: LastRows | None) -> torch.Tensor:
+        residual, q = self._residual[:size], self._queries[:size]
+        return self._model.finish(residual, q, self._batch_of(size), self._caches[-1], last=last)
+
+    def _batch_of(self, size: int) -> AttentionBatch:
         tensors = self._upload.tensors
         num_decodes = min(size, self._num_decodes)
         table, longest = self._table, self._longest
-        batch = AttentionBatch(
+        return AttentionBatch(
             tensors["positions"][:size],
             tensors["slot_mapping"][:size],
             DecodeRows(
@@ -139,8 +162,6 @@ class PrefillGraphs:
                 first_token=0,
             ),
         )
-        residual = self._residual[:size]
-        return lambda: residual.copy_(self._model.forward(tensors["token_ids"][:size], batch, self._caches))
 
     def _clear(self) -> None:
         """Nothing but padding on the device, for a run that only compiles and allocates."""

@@ -16,13 +16,22 @@ import torch
 
 from manta.kernels.attention_shared_prefix import pays
 
-from .batch import BatchBuilder, BatchLayout, SharedBlocks, SlotState, StepPlaces, attention_batch, step_places
+from .batch import (
+    BatchBuilder,
+    BatchLayout,
+    SharedBlocks,
+    SlotState,
+    StepPlaces,
+    attention_batch,
+    last_rows,
+    step_places,
+)
 from .cuda_graphs import GraphCapture
 from .decode_graphs import DecodeGraphs
 from .decode_step import Draw, StepKind
 from .kv_transfer.messages import KvOrder, KvRange
 from .lanes import StreamLane, WorkerLane
-from .layers.attention import LayerCache
+from .layers.attention import LastRows, LayerCache
 from .logprobs import Logprobs, logprobs_in_chunks
 from .models.decoder import Decoder
 from .plan import StepHandle, StepPlan, StepResult
@@ -260,19 +269,24 @@ class ModelRunner:
             return Outcome(None)
         if batch.changes_table:
             self._state.enter_blocks(tensors["table_places"], tensors["table_block_ids"])
-        places = step_places(batch, tensors)
+        places, last = step_places(batch, tensors), self._last_rows(batch, tensors)
         if padded is None:
             hidden = self._model.forward(
                 self._inputs(batch, tensors, places),
                 attention_batch(batch, tensors, self._state),
                 self._caches,
+                last=last,
                 on_layer=None if layers is None else layers.record,
             )
         else:
             padded.send()
             self._fed_back(padded.token_ids, places)
-            hidden = padded.run()
+            hidden = padded.run(last)
         return self._read_out(hidden, batch, places, sampling, num_top, tensors)
+
+    def _last_rows(self, batch: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> LastRows | None:
+        """Which rows the model has to bring behind its last layer; None: all."""
+        return last_rows(batch, tensors, self._state)
 
     def _inputs(self, batch: BatchLayout, tensors: Mapping[str, torch.Tensor], places: StepPlaces) -> torch.Tensor:
         """What the model reads: the step's token ids."""
@@ -287,11 +301,11 @@ class ModelRunner:
         num_top: tuple[int, ...],
         tensors: Mapping[str, torch.Tensor],
     ) -> Outcome:
-        """From what the model made of the step to tokens."""
+        """From what the model made of the step's tokens, or of its last rows alone, to new tokens."""
         prompts = self._prompt_logprobs(hidden, batch, num_top, tensors)
         if places.sample_slots is None:
             return Outcome(None, prompts)
-        if places.sample_places is not None:
+        if batch.prompt_rows and places.sample_places is not None:  # else they alone are there
             hidden = hidden.index_select(0, places.sample_places)
         return Outcome(self._sample(self._model.logits(hidden), sampling, tensors), prompts)
 

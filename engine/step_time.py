@@ -163,6 +163,8 @@ class StepTimeModel:
         self._head_bytes = head * size
         self._embedding_bytes = 0 if shape.tie_word_embeddings else self._head_bytes
         self._flops_per_token, self._flops_per_logits_row = 2.0 * layers, 2.0 * head
+        kv_rows = 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
+        self._unread_flops = 2.0 * (layers / shape.num_layers - kv_rows)
         self._layer_flops = hardware.flops_of(activation_bits) * tp
         self._bandwidth, self._flops = hardware.memory_bandwidth * tp, hardware.matrix_flops * tp
         self._kv_bytes_per_token = shape.kv_elements_per_token * BYTES_PER_ELEMENT[kv_dtype or dtype]
@@ -292,17 +294,20 @@ class StepTimeModel:
         """Seconds that the step's bytes and operations take at the device's peaks, product after product.
 
         Weights and KV entries are read once, every product is bound by bytes or by operations, nothing else costs
-        anything: no engine that runs the step as one batch is faster.
+        anything; of tokens behind which nothing is sampled the last layer computes keys and values alone. No engine
+        that runs the step as one batch is faster.
         """
         num_tokens = step.num_prefill_tokens + step.num_decode_seqs
         if not num_tokens:
             return 0.0
         num_logits_rows = step.num_decode_seqs + (1 if step.num_prefill_tokens else 0)
+        flops = self._flops_per_token * num_tokens - self._unread_flops * (num_tokens - num_logits_rows)
+        pairs = step.num_prefill_pairs * (1 - 1 / self._num_layers)
         return (
-            self._layers_s(num_tokens)
+            max(self._layer_bytes / self._bandwidth, flops / self._layer_flops)
             + self._head_s(num_logits_rows)
             + self._kv_bytes_per_token * step.num_decode_context_tokens / self._bandwidth
-            + self._flops_per_pair * step.num_prefill_pairs / self._flops
+            + self._flops_per_pair * pairs / self._flops
         )
 
     def _layers_s(self, num_tokens: float) -> float:

@@ -56,6 +56,16 @@ class AttentionBatch:
     prefill: PrefillRows | None
 
 
+@dataclass(frozen=True)
+class LastRows:
+    """The tokens of a step that are wanted behind the last layer, each the last of its sequence: one query a sequence,
+    as decode rows or as prefills of one token. Of the others nothing is read but that layer's keys and values."""
+
+    places: torch.Tensor  # [rows] int64, which of the step's tokens
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+
+
 class HeadNorms:
     """Norms of each query and key head, with weights [head_dim] that all heads share, so that ranks need no others."""
 
@@ -96,10 +106,12 @@ class Attention:
         self._workspace = workspace
         self._deterministic = deterministic
 
-    def __call__(self, residual: torch.Tensor, batch: AttentionBatch, cache: LayerCache, cos_sin: torch.Tensor) -> None:
-        """Add the attention of the normalized residual to `residual` [tokens, hidden], in place.
+    def queries(
+        self, residual: torch.Tensor, batch: AttentionBatch, cache: LayerCache, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """What the normalized `residual` [tokens, hidden] asks: [tokens, heads, head_dim], a view of a fresh tensor.
 
-        Writes the tokens' keys and values to the cache before it reads.
+        Writes the tokens' keys and values to the cache.
         """
         q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
         if self.head_norms is not None:
@@ -110,7 +122,13 @@ class Attention:
             return
         keys, values = cache
         rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
-        decode, prefill = batch.decode, batch.prefill
+        return q
+
+    def add_to(
+        self, residual: torch.Tensor, q: torch.Tensor, rows: AttentionBatch | LastRows, cache: LayerCache
+    ) -> None:
+        """Add what the queries `q` [tokens, heads, head_dim] find in the cache to `residual` [tokens, hidden]."""
+        decode, prefill = rows.decode, rows.prefill
         if prefill is None:
             assert decode is not None, "a step has at least one row"
             attended = self._decode(q, decode, cache, None)

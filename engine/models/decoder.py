@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manta.engine.layers.attention import Attention, AttentionBatch, HeadNorms, LayerCache
+from manta.engine.layers.attention import Attention, AttentionBatch, HeadNorms, LastRows, LayerCache
 from manta.engine.layers.embedding import Embedding, VocabParallelEmbedding
 from manta.engine.layers.linear import Linear, RowParallelLinear, VocabParallelHead
 from manta.engine.layers.mlp import GatedMlp
@@ -73,20 +73,55 @@ class Decoder:
         batch: AttentionBatch,
         caches: Sequence[LayerCache],
         *,
+        last: LastRows | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """The residual stream [tokens, hidden] behind the last layer here.
+        """The residual stream behind the last layer here: [tokens, hidden], or [rows, hidden] of the `last` rows alone.
 
         `inputs` are token ids [tokens] int64 on the first stage; on the others the residual stream that the stage
         before returned, which is taken over and changed. All ranks of a stage call it with the same. `on_layer` is
         called when a layer's cache has been written, or on CUDA when that has been launched.
         """
+        return self.finish(*self.begin(inputs, batch, caches, on_layer=on_layer), batch, caches[-1], last=last)
+
+    def begin(
+        self,
+        inputs: torch.Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+        *,
+        on_layer: Callable[[], None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` until all caches are written: the residual stream before the last layer here [tokens, hidden], and
+        that layer's queries [tokens, heads, head_dim]."""
         residual = inputs if self.embedding is None else self.embedding(inputs)
+        q = residual
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.attention(residual, batch, cache, self.cos_sin)
+            q = layer.attention.queries(residual, batch, cache, self.cos_sin)
             if on_layer is not None:
                 on_layer()
-            layer.mlp(residual)
+            if layer is not self.layers[-1]:
+                layer.attention.add_to(residual, q, batch, cache)
+                layer.mlp(residual)
+        return residual, q
+
+    def finish(
+        self,
+        residual: torch.Tensor,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        *,
+        last: LastRows | None = None,
+    ) -> torch.Tensor:
+        """The rest of `forward`, from what `begin` returned, which is taken over; `cache` is the last layer's."""
+        if last is not None:
+            if not len(last.places):
+                return residual[:0]
+            residual, q = residual.index_select(0, last.places), q.index_select(0, last.places)
+        layer = self.layers[-1]
+        layer.attention.add_to(residual, q, batch if last is None else last, cache)
+        layer.mlp(residual)
         return residual
 
     def logits(self, residual: torch.Tensor) -> torch.Tensor:

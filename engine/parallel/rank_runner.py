@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from manta.engine.batch import BatchLayout, StepPlaces
-from manta.engine.layers.attention import LayerCache
+from manta.engine.layers.attention import LastRows, LayerCache
 from manta.engine.logprobs import Logprobs, project_in_chunks
 from manta.engine.models.decoder import Decoder
 from manta.engine.plan import StepResult
@@ -44,6 +44,9 @@ class RankRunner(ModelRunner):
         if not self._place.samples:
             return StepResult([])
         return super()._result(outcome, batch, sampling, num_top)
+
+    def _last_rows(self, batch: BatchLayout, tensors: Mapping[str, torch.Tensor]) -> LastRows | None:
+        return super()._last_rows(batch, tensors) if self._place.is_last_stage else None
 
     def _inputs(self, batch: BatchLayout, tensors: Mapping[str, torch.Tensor], places: StepPlaces) -> torch.Tensor:
         if self._place.is_first_stage:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manta.engine.layers.attention import AttentionBatch, PrefillRows
+from manta.engine.layers.attention import AttentionBatch, DecodeRows, LastRows, PrefillRows
 from manta.engine.layers.linear import Linear, can_pack
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource, load_shape
@@ -133,6 +133,35 @@ def test_qwen3_normalizes_query_and_key_heads(tmp_path: Path, attention_bias: bo
     with torch.inference_mode():
         found = decoder.logits(decoder.forward(token_ids, batch, caches))
         torch.testing.assert_close(found, reference(token_ids[None]).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("as_prefills", [False, True])
+@pytest.mark.parametrize("places", [[59], [9, 59], []])
+def test_last_rows_alone_get_the_stream_of_all_and_leave_the_same_caches(
+    tmp_path: Path, places: list[int], as_prefills: bool
+):
+    save_tiny(tmp_path)
+    _, decoder = decoder_of(tmp_path)
+    token_ids = torch.arange(60) % 97
+    batch, caches = whole_prompt(decoder.shape, 60)
+    assert batch.prefill is not None
+    table, count = batch.prefill.block_table, len(places)
+    # A prefix of the prompt ends where its last query sees nothing behind it: as rows of sequences of that length.
+    rows, lens = torch.zeros(count, dtype=torch.int32), torch.tensor([place + 1 for place in places], dtype=torch.int32)
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    last = LastRows(
+        torch.tensor(places, dtype=torch.int64),
+        None if as_prefills else DecodeRows(count, table, rows, lens, 60),
+        PrefillRows(table, rows, lens, starts, 1, 60) if as_prefills else None,
+    )
+    with torch.inference_mode():
+        found = decoder.forward(token_ids, batch, caches, last=last)
+        _, other_caches = whole_prompt(decoder.shape, 60)
+        expected = decoder.forward(token_ids, batch, other_caches)[places]
+    assert found.shape == (count, decoder.shape.hidden_size)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    for one, other in zip(caches, other_caches, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 33])

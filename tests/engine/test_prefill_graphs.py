@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from manta.engine import prefill_graphs
+from manta.engine.layers.attention import LastRows
 from manta.engine.model_runner import BuiltRunner
 from manta.engine.plan import Row
 from manta.engine.prefill_graphs import PaddedStep, padded_tokens
@@ -39,9 +40,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     run = PaddedStep.run
 
-    def noted(step: PaddedStep) -> Any:
+    def noted(step: PaddedStep, last: LastRows | None) -> Any:
         seen.append((step.num_tokens, len(step.token_ids)))
-        return run(step)
+        return run(step, last)
 
     monkeypatch.setattr(PaddedStep, "run", noted)
     return seen
@@ -49,10 +50,15 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("chunk", [None, 7, 1])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("prompt_logprobs", [None, 2])
 def test_prompts_and_their_chunks_give_the_tokens_of_the_path_without_padding(
-    plain: BuiltRunner, sizes: list[tuple[int, int]], chunk: int | None, deterministic: bool
+    plain: BuiltRunner,
+    sizes: list[tuple[int, int]],
+    chunk: int | None,
+    deterministic: bool,
+    prompt_logprobs: int | None,
 ):
-    params = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=2)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs, logprobs=2)
     wanted, found = (
         Driver(built) for built in (plain, padded(plain, deterministic=deterministic, max_padded_tokens=128))
     )

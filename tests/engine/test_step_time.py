@@ -44,8 +44,10 @@ def test_the_floor_is_the_bytes_at_batch_1_and_the_operations_in_a_prefill(model
     decode = StepShape(num_decode_seqs=1, num_decode_context_tokens=1000)
     assert model.floor(decode) == pytest.approx((15.0e9 + 1000 * 131_072) / 4.53e12, rel=2e-3)
     prefill = StepShape(num_prefill_tokens=8192, num_prefill_pairs=8192 * 8193 // 2)
-    linears_s = 8192 * 2 * 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) / 792e12
-    head_s, attention_s = 4096 * 128256 * 2 / 4.53e12, 4 * 32 * 4096 * 8192 * 8193 / 2 / 792e12
+    # One row leaves the last layer whole, the others end there with their keys and values.
+    layer, keys_and_values = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336, 2 * 4096 * 1024
+    linears_s = 2 * (8192 * 31 * layer + 8191 * keys_and_values + layer) / 792e12
+    head_s, attention_s = 4096 * 128256 * 2 / 4.53e12, 4 * 31 * 4096 * 8192 * 8193 / 2 / 792e12
     assert model.floor(prefill) == pytest.approx(linears_s + head_s + attention_s, rel=1e-3)
     assert model.floor(StepShape()) == 0.0
 
