@@ -61,12 +61,12 @@ def layers_of(model: ModelShape) -> list[Layer]:
 class Operands:
     """Inputs of one layer for up to `max_rows` rows, weights in as many copies as pass over the L2 cache."""
 
-    def __init__(self, layer: Layer, max_rows: int, device: torch.device) -> None:
+    def __init__(self, layer: Layer, max_rows: int, device: torch.device, *, copies: int | None = None) -> None:
         self.layer = layer
         self._x = random(device, max_rows, layer.k_size)
         self._residual = random(device, max_rows, layer.n_size) if layer.kind == "add" else None
         self._norm_weight = random(device, layer.k_size) if layer.kind != "add" else None
-        copies = num_rotations(2 * layer.n_size * layer.k_size)
+        copies = copies or num_rotations(2 * layer.n_size * layer.k_size)
         self._weights = [random(device, layer.n_size, layer.k_size) * layer.k_size**-0.5 for _ in range(copies)]
 
     def calls(self, tiles: linear.Tiles | None, rows: int) -> list[Callable[[], torch.Tensor]]:
@@ -133,13 +133,15 @@ def first_and_last(rows: int) -> torch.Tensor:
 
 
 class poisoned_memory:  # noqa: N801
-    """While entered, `torch.empty` hands out NaN."""
+    """While entered, `torch.empty` hands out NaN, where a type has it and `fill_`."""
 
     def __enter__(self) -> None:
         self._empty = torch.empty
 
         def empty(*args: Any, **options: Any) -> torch.Tensor:
-            return self._empty(*args, **options).fill_(torch.nan)
+            tensor = self._empty(*args, **options)
+            has_nan = tensor.dtype.is_floating_point and tensor.element_size() >= 2
+            return tensor.fill_(torch.nan) if has_nan else tensor
 
         torch.empty = empty
 

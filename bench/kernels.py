@@ -21,7 +21,15 @@ import triton
 from manta.engine.errors import ConfigError
 from manta.kernels import activation, kv_cache, rmsnorm, rope, sampling
 
-from . import kernel_decode, kernel_decode_tuning, kernel_linears, kernel_linears_tuning, kernel_prefill
+from . import (
+    kernel_decode,
+    kernel_decode_tuning,
+    kernel_linears,
+    kernel_linears_tuning,
+    kernel_prefill,
+    kernel_quantized,
+    kernel_quantized_tuning,
+)
 from .kernel_timing import (
     HEADER,
     LLAMA_8B,
@@ -257,6 +265,7 @@ SECTIONS: dict[str, Section] = {
     "decode": kernel_decode.bench,
     "prefill": kernel_prefill.bench,
     "linears": kernel_linears.bench,
+    "quantized": kernel_quantized.bench,
     "sampling": bench_sampling,
 }
 TUNERS: dict[str, Tuner] = {
@@ -264,4 +273,5 @@ TUNERS: dict[str, Tuner] = {
     "attention_decode": kernel_decode_tuning.tune,
     "attention_shared_prefix": kernel_decode_tuning.tune_shared_prefix,
     "attention_prefill": kernel_prefill.tune,
+    **{scheme.name: partial(kernel_quantized_tuning.tune, scheme.name) for scheme in kernel_quantized.SCHEMES},
 }

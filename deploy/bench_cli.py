@@ -53,6 +53,25 @@ def kernels_command(
         kernels.run(json, sections=_names(sections) if sections is not None else None)
 
 
+@bench_app.command("quantized")
+def quantized_command(
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to enter the configurations that were found.")
+    ] = None,
+    time_limit_s: Annotated[float, typer.Option(help="Layers that would begin later are left out.")] = 150.0,
+    json: Json = None,
+) -> None:
+    """Tune and time layers with quantized weights beside 16-bit ones and the library. Needs a CUDA GPU."""
+    import torch
+
+    from manta.bench import kernel_quantized_tuning
+    from manta.engine.errors import ConfigError
+
+    if not torch.cuda.is_available():
+        raise ConfigError("Kernel timings need a CUDA GPU and torch sees none: run this on a GPU machine.")
+    kernel_quantized_tuning.run(write, json, time_limit_s=time_limit_s)
+
+
 @bench_app.command("engine")
 def engine_command(
     model: Model = "smollm2-135m",

@@ -59,7 +59,7 @@ def _store_subtile(
 
 
 @jit
-def _store_tile(
+def store_tile(
     acc, bias_ptr, out_desc, row, column, n_size, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _gemm_kernel(
                 x = x_desc.load([row, block * BLOCK_K])
                 weight = weight_desc.load([column, block * BLOCK_K])
                 acc = tl.dot(x, weight.T, acc)
-            _store_tile(acc, bias_ptr, out_desc, row, column, n_size, GATED, RESIDUAL, BLOCK_M, BLOCK_N, SUBTILES)
+            store_tile(acc, bias_ptr, out_desc, row, column, n_size, GATED, RESIDUAL, BLOCK_M, BLOCK_N, SUBTILES)
         else:
             split = work // num_tiles
             begin = split * k_blocks_per_split

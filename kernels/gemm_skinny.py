@@ -29,7 +29,7 @@ class SkinnyTiles:
 
 
 @jit
-def _store_transposed(
+def store_transposed(
     acc, bias_ptr, out_ptr, pid_n, num_rows, n_size, out_stride,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -108,9 +108,7 @@ def _skinny_kernel(
                 GATED, RESIDUAL, BLOCK_M, BLOCK_N, SPLITS,
             )  # fmt: skip
     else:
-        _store_transposed(
-            acc, bias_ptr, out_ptr, pid_n, num_rows, n_size, out_stride, GATED, RESIDUAL, BLOCK_M, BLOCK_N
-        )
+        store_transposed(acc, bias_ptr, out_ptr, pid_n, num_rows, n_size, out_stride, GATED, RESIDUAL, BLOCK_M, BLOCK_N)
 
 
 def padded_rows(num_rows: int) -> int:

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
@@ -33,6 +33,7 @@ from .gemv import GemvTiles, gemv
 from .rmsnorm import rms_norm
 
 Tiles = GemvTiles | SkinnyTiles | GemmTiles
+T = TypeVar("T")
 _KERNELS: dict[str, Any] = {"gemv": GemvTiles, "skinny": SkinnyTiles, "tiled": GemmTiles}
 _PIECE_MULTIPLE = 128
 """Rows: a tile's."""
@@ -171,15 +172,15 @@ def apply(
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Generic[T]):
     """What a layer of one shape takes: `tiles[i]` (None: the library) up to `rows[i]` rows, the last for all above."""
 
     rows: tuple[int, ...]
-    tiles: tuple[Tiles | None, ...]
+    tiles: tuple[T | None, ...]
     piece: int | None = None
     """Most rows of one launch."""
 
-    def tiles_for(self, num_rows: int) -> Tiles | None:
+    def tiles_for(self, num_rows: int) -> T | None:
         return self.tiles[bisect_left(self.rows, num_rows)]
 
 
@@ -195,7 +196,7 @@ def choose(kind: str, x: torch.Tensor, weight: torch.Tensor, *, deterministic: b
 
 
 @cache
-def plan(kind: str, n_size: int, k_size: int, device: torch.device) -> Plan:
+def plan(kind: str, n_size: int, k_size: int, device: torch.device) -> Plan[Tiles]:
     """What layers of a kind and shape take on a device: its table's entry, or the default."""
     entries = runtime.tuned_table("linear", device).get(f"{kind} {n_size}x{k_size}")
     if entries is None:
@@ -203,24 +204,24 @@ def plan(kind: str, n_size: int, k_size: int, device: torch.device) -> Plan:
     return parse_plan(entries)
 
 
-def parse_plan(entries: Sequence[Mapping[str, Any]]) -> Plan:
+def parse_plan(entries: Sequence[Mapping[str, Any]], kernels: Mapping[str, Any] = _KERNELS) -> Plan[Any]:
     """A plan from its JSON form: {"rows": up to how many, "kernel": name, and its tiles}, the last without `rows`, but
-    possibly with `piece`."""
-    tiles: list[Tiles | None] = []
+    possibly with `piece`. `kernels`: the class of the tiles by name, other than "library"."""
+    tiles: list[Any] = []
     for entry in entries:
         sizes = {name: size for name, size in entry.items() if name not in ("rows", "kernel", "piece")}
-        tiles.append(None if entry["kernel"] == "library" else _KERNELS[entry["kernel"]](**sizes))
+        tiles.append(None if entry["kernel"] == "library" else kernels[entry["kernel"]](**sizes))
     piece = entries[-1].get("piece")
     assert piece is None or piece % _PIECE_MULTIPLE == 0
     return Plan(tuple(entry["rows"] for entry in entries[:-1]), tuple(tiles), piece)
 
 
-def kernel_name(tiles: Tiles | None) -> str:
+def kernel_name(tiles: object, kernels: Mapping[str, Any] = _KERNELS) -> str:
     """The kernel that takes these tiles, as the tables call it."""
-    return next((name for name, kind in _KERNELS.items() if isinstance(tiles, kind)), "library")
+    return next((name for name, kind in kernels.items() if isinstance(tiles, kind)), "library")
 
 
-def default_plan(n_size: int, k_size: int, multiprocessors: int) -> Plan:
+def default_plan(n_size: int, k_size: int, multiprocessors: int) -> Plan[Tiles]:
     """For shapes without a table: what was best or near it on most of the shapes that were measured on an H200."""
     blocks = triton.cdiv(n_size, 64)
     splits = 1

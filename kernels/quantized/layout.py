@@ -48,6 +48,9 @@ class QuantizedWeight:
     """Elements of a row that share a scale: `in_features` (one group), or 32, 64, 128."""
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    uniform_rows: int = 1
+    """Among as many rows, at each multiple of it, the even ones share their scales and so do the odd ones: what blocks
+    of scales leave, interleaved or not. See `uniform_rows_of`."""
 
     def __post_init__(self) -> None:
         out_features, width = self.weight.shape
@@ -158,6 +161,15 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 def scales_of_blocks(blocks: torch.Tensor, out_features: int, block_rows: int = 128) -> torch.Tensor:
     """[groups, out] of scales [ceil(out / block_rows), groups] that whole blocks share."""
     return blocks.repeat_interleave(block_rows, 0)[:out_features].t().contiguous()
+
+
+def uniform_rows_of(scales: torch.Tensor, block_rows: int = 128) -> int:
+    """`block_rows` if the scales [groups, out] allow that as a weight's `uniform_rows`, else 1."""
+    groups, out_features = scales.shape
+    if out_features % block_rows:
+        return 1
+    blocks = scales.view(groups, -1, block_rows // 2, 2)
+    return block_rows if bool((blocks == blocks[:, :, :1]).all()) else 1
 
 
 def scales_per_row(scales: torch.Tensor, out_features: int) -> torch.Tensor:

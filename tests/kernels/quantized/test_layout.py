@@ -16,6 +16,7 @@ from manta.kernels.quantized.layout import (
     plane_size,
     scales_of_blocks,
     scales_per_row,
+    uniform_rows_of,
     unpack_int4,
 )
 
@@ -85,3 +86,11 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantizedWeight(Format.FP8, numbers.to(FP8_DTYPE), scales, 64, 64, scales)
     with pytest.raises(ValueError, match="order"):
         QuantizedWeight(Format.INT8, numbers, scales, 64, 64, order=torch.arange(3))
+
+
+def test_rows_of_blocks_are_uniform_also_when_two_products_are_interleaved() -> None:
+    gate, up = (scales_of_blocks(torch.rand(2, 3), 256) for _ in range(2))
+    assert uniform_rows_of(gate) == 128
+    assert uniform_rows_of(torch.stack((gate, up), 2).flatten(1)) == 128
+    assert uniform_rows_of(gate[:, 64:]) == 1
+    assert uniform_rows_of(torch.rand(3, 256)) == 1

@@ -1,0 +1,331 @@
+"""Products of rows and weights that both have 8 bits, int8 or e4m3, on the tensor cores' 8-bit paths. Knows no model.
+
+One scale a token and one a row of the weight multiply the finished sum; with groups of 128 (block FP8 checkpoints) each
+group's sum is promoted to fp32 and scaled, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). Few rows take swapped
+operands as in `gemm_skinny`, many the persistent kernel of `gemm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from manta.kernels import runtime
+from manta.kernels.dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
+from manta.kernels.gemm import GemmTiles, can_tile, store_tile
+from manta.kernels.gemm_skinny import store_transposed
+from manta.kernels.gemv import gemv_reference
+from manta.kernels.runtime import jit
+from manta.kernels.split_k import counters, finish_tile, store_part
+
+from .layout import Format, QuantizedWeight, dequantize
+from .quantize import QuantizedRows
+
+_GROUP_M = 8
+"""Tile rows that share the weight's tiles in L2 before the next columns follow."""
+
+
+@dataclass(frozen=True)
+class SwappedTiles:
+    """Rows of the weight, most rows of x, elements of K a step; programs that share a tile's K."""
+
+    block_n: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+
+def eight_bit_reference(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `swapped_product`; fp32 inside, any number of rows."""
+    out = gemv_reference(rows.dequantize(), dequantize(weight), bias, gated=gated, residual=residual)
+    return out if residual is not None else out.to(dtype)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _swapped_kernel(
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    num_rows,
+    n_size,
+    k_size,
+    k_per_split,
+    out_stride,
+    GROUPED: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """GROUPED: both operands have a scale for each BLOCK_K elements."""
+    SUM: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    pid_n = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_M
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end read the last row again and store nothing.
+    rows_n = tl.minimum(offs_n, n_size - 1)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m = row + offs_m < num_rows
+    weight_tile = weight_ptr + rows_n.to(tl.int64)[:, None] * k_size + offs_k[None, :]
+    x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * k_size + offs_k[:, None]
+    begin = split * k_per_split
+    end = tl.minimum(begin + k_per_split, k_size)
+    if PDL:
+        wait_for_predecessor()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUPED else SUM)
+    for start in range(begin, end, BLOCK_K):
+        if EVEN_K:
+            weight = tl.load(weight_tile + start)  # [BLOCK_N, BLOCK_K]
+            x = tl.load(x_tile + start, mask=mask_m[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
+        else:
+            mask_k = start + offs_k < k_size
+            weight = tl.load(weight_tile + start, mask=mask_k[None, :], other=0.0)
+            x = tl.load(x_tile + start, mask=mask_k[:, None] & mask_m[None, :], other=0.0)
+        if GROUPED:
+            group = start // BLOCK_K
+            scale = tl.load(scale_ptr + group * n_size + rows_n)
+            x_scale = tl.load(x_scale_ptr + group * num_rows + row + offs_m, mask=mask_m, other=0.0)
+            acc += tl.dot(weight, x, out_dtype=SUM).to(tl.float32) * scale[:, None] * x_scale[None, :]
+        else:
+            acc = tl.dot(weight, x, acc, out_dtype=SUM)
+    if PDL:
+        let_successor_start()
+    if GROUPED:
+        total = acc
+    else:
+        x_scale = tl.load(x_scale_ptr + row + offs_m, mask=mask_m, other=0.0)
+        total = acc.to(tl.float32) * tl.load(scale_ptr + rows_n)[:, None] * x_scale[None, :]
+    if SPLITS > 1:
+        tile = tl.program_id(2) * tl.num_programs(0) + pid_n
+        if store_part(total, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):
+            finish_tile(
+                partial_ptr, counter_ptr, bias_ptr, out_ptr, tile, row, pid_n * BLOCK_N, num_rows, n_size, out_stride,
+                GATED, RESIDUAL, BLOCK_M, BLOCK_N, SPLITS,
+            )  # fmt: skip
+    else:
+        own = out_ptr + row.to(tl.int64) * out_stride
+        store_transposed(
+            total, bias_ptr, own, pid_n, num_rows - row, n_size, out_stride, GATED, RESIDUAL, BLOCK_M, BLOCK_N
+        )
+
+
+@jit(do_not_specialize=["num_rows"])
+def _tiled_kernel(
+    x_desc,
+    weight_desc,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_desc,
+    num_rows,
+    n_size,
+    k_size,
+    IS_INT8: tl.constexpr,
+    GROUPED: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+):
+    """UNIFORM: the even rows of a weight tile share their scales, and so do the odd ones."""
+    SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    num_tiles_n = tl.cdiv(n_size, BLOCK_N)
+    num_blocks_k = tl.cdiv(k_size, BLOCK_K)
+    step = tl.num_programs(0)
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, step, flatten=True):  # pyright: ignore
+        group_of_tiles = tile // (GROUP_M * num_tiles_n)
+        group_height = tl.minimum(num_tiles_m - group_of_tiles * GROUP_M, GROUP_M)
+        row = (group_of_tiles * GROUP_M + tile % group_height) * BLOCK_M
+        column = tile % (GROUP_M * num_tiles_n) // group_height * BLOCK_N
+        offs_m = row + tl.arange(0, BLOCK_M)
+        offs_n = tl.minimum(column + tl.arange(0, BLOCK_N), n_size - 1)
+        mask_m = offs_m < num_rows
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if GROUPED else SUM)
+        for block in range(num_blocks_k):
+            x = x_desc.load([row, block * BLOCK_K])
+            weight = weight_desc.load([column, block * BLOCK_K])
+            if GROUPED:
+                if UNIFORM:  # two registers in place of one for each column
+                    even = tl.load(scale_ptr + block * n_size + column)
+                    odd = tl.load(scale_ptr + block * n_size + column + 1)
+                    scale = tl.where(tl.arange(0, BLOCK_N) % 2 == 0, even, odd)
+                else:
+                    scale = tl.load(scale_ptr + block * n_size + offs_n)
+                x_scale = tl.load(x_scale_ptr + block * num_rows + offs_m, mask=mask_m, other=0.0)
+                acc += tl.dot(x, weight.T, out_dtype=SUM).to(tl.float32) * x_scale[:, None] * scale[None, :]
+            else:
+                acc = tl.dot(x, weight.T, acc, out_dtype=SUM)
+        if GROUPED:
+            total = acc
+        else:
+            x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
+            total = acc.to(tl.float32) * x_scale[:, None] * tl.load(scale_ptr + offs_n)[None, :]
+        store_tile(total, bias_ptr, out_desc, row, column, n_size, GATED, RESIDUAL, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+def swapped_product(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    tiles: SwappedTiles,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x W^T + b in `dtype` for quantized `rows` [M, K] and an int8 or FP8 `weight` that `can_multiply`.
+
+    `gated` and `residual` [M, N] as in `gemv`. int8 sums are exact; e4m3 sums have the tensor core's precision.
+    The same inputs give the same bits in each run. Specification: `eight_bit_reference`.
+    """
+    num_rows, k_size, n_size, out = _prepare(rows, weight, dtype, gated, residual)
+    grouped = weight.group < k_size
+    block_k = weight.group if grouped else tiles.block_k
+    blocks_n, blocks_m = triton.cdiv(n_size, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
+    splits = min(tiles.splits, triton.cdiv(k_size, block_k))
+    partial = counter = None
+    if splits > 1:
+        parts = blocks_n * blocks_m * splits * tiles.block_n * tiles.block_m
+        partial = torch.empty(parts, dtype=torch.float32, device=out.device)
+        counter = counters(out.device, blocks_n * blocks_m)
+    dependent = has_dependent_launch(out)
+    _swapped_kernel[(blocks_n, splits, blocks_m)](
+        rows.values,
+        weight.weight,
+        rows.scales,
+        weight.scales,
+        bias,
+        out,
+        partial,
+        counter,
+        num_rows,
+        n_size,
+        k_size,
+        triton.cdiv(triton.cdiv(k_size, block_k), splits) * block_k,
+        out.stride(0),
+        GROUPED=grouped,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=block_k,
+        SPLITS=splits,
+        EVEN_K=k_size % block_k == 0,
+        PDL=dependent,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        launch_pdl=dependent,
+    )
+    return out
+
+
+def tiled_product(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    tiles: GemmTiles,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `swapped_product`, for many rows; operands that `can_tile`, `tiles` without splits."""
+    num_rows, k_size, n_size, out = _prepare(rows, weight, dtype, gated, residual)
+    grouped = weight.group < k_size
+    block_k = weight.group if grouped else tiles.block_k
+    assert tiles.splits == 1
+    assert can_tile(rows.values, n_size)
+    num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(n_size, tiles.block_n)
+    # A single row's stride says nothing, and descriptors accept no odd one.
+    out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
+    width = tiles.block_n // tiles.subtiles // (2 if gated else 1)
+    _tiled_kernel[(min(num_tiles, tiles.programs * runtime.num_multiprocessors(out.device)),)](
+        TensorDescriptor(rows.values, [num_rows, k_size], [k_size, 1], [tiles.block_m, block_k]),
+        TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [tiles.block_n, block_k]),
+        rows.scales,
+        weight.scales,
+        bias,
+        TensorDescriptor(out, [num_rows, out.shape[1]], [out_stride, 1], [tiles.block_m, width]),
+        num_rows,
+        n_size,
+        k_size,
+        IS_INT8=weight.format is Format.INT8,
+        GROUPED=grouped,
+        UNIFORM=weight.uniform_rows % tiles.block_n == 0,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=block_k,
+        GROUP_M=_GROUP_M,
+        SUBTILES=tiles.subtiles,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Whether 8-bit rows can meet this weight: a scale a row, or FP8 in groups of 128 that fill K; no zero points."""
+    if weight.format is Format.INT4 or weight.zeros is not None or weight.scales.dtype != torch.float32:
+        return False
+    if weight.group >= weight.in_features:
+        return True
+    return weight.format is Format.FP8 and weight.group == 128 and weight.in_features % 128 == 0
+
+
+def row_group(weight: QuantizedWeight) -> int | None:
+    """Elements of a row of x that share a scale, as `quantize_rows` takes it."""
+    return None if weight.group >= weight.in_features else weight.group
+
+
+def _prepare(
+    rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype, gated: bool, residual: torch.Tensor | None
+) -> tuple[int, int, int, torch.Tensor]:
+    """Checks, and M, K, N and where the result goes."""
+    num_rows, k_size = rows.values.shape
+    n_size = weight.out_features
+    assert num_rows > 0
+    assert k_size == weight.in_features
+    assert can_multiply(weight)
+    assert rows.values.dtype == weight.weight.dtype
+    assert rows.scales.shape == (weight.scales.shape[0], num_rows)
+    assert rows.values.is_contiguous()
+    assert weight.weight.is_contiguous()
+    assert weight.scales.is_contiguous()
+    assert residual is None or residual.stride(1) == 1
+    assert not gated or n_size % 2 == 0
+    if residual is not None:
+        return num_rows, k_size, n_size, residual
+    width = n_size // 2 if gated else n_size
+    return num_rows, k_size, n_size, torch.empty((num_rows, width), dtype=dtype, device=rows.values.device)

@@ -1,0 +1,127 @@
+"""Products of two 8-bit operands, with every fused piece, against dequantized operands in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from manta.kernels.gemm import GemmTiles
+from manta.kernels.quantized.eight_bit import (
+    SwappedTiles,
+    can_multiply,
+    eight_bit_reference,
+    row_group,
+    swapped_product,
+    tiled_product,
+)
+from manta.kernels.quantized.layout import Format, QuantizedWeight
+from manta.kernels.quantized.quantize import quantize_rows_reference
+from tests.kernels.quantized.inputs import Inputs, random_weight
+
+gpu = pytest.mark.gpu
+FUSED = ["plain", "bias", "gated", "gated-bias", "add", "add-bias"]
+FORMATS = [(Format.INT8, 0), (Format.FP8, 0), (Format.FP8, 128)]
+
+
+def check(
+    product: Callable[..., torch.Tensor], rows: int, weight: QuantizedWeight, fused: str, dtype: torch.dtype, tiles: Any
+) -> None:
+    inputs = Inputs.random(rows, weight, dtype)
+    quantized = quantize_rows_reference(inputs.x, weight.format, row_group(weight))
+    bias = inputs.bias if "bias" in fused else None
+    gated = fused.startswith("gated")
+    residual = inputs.residual.clone() if fused.startswith("add") else None
+    expected_residual = None if residual is None else residual.clone()
+    expected = eight_bit_reference(quantized, weight, bias, dtype=dtype, gated=gated, residual=expected_residual)
+    actual = product(quantized, weight, bias, dtype=dtype, tiles=tiles, gated=gated, residual=residual)
+    assert actual.dtype == dtype
+    tolerance = 2e-3 if dtype == torch.float16 else 1e-2
+    assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert residual is None or actual is residual
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "n_size", "k_size", "tiles"),
+    [
+        (3, 70, 256, SwappedTiles(64, 16, 128, 4, 3)),
+        (20, 66, 384, SwappedTiles(64, 16, 128, 4, 3, splits=2)),
+        pytest.param(1, 6144, 4096, SwappedTiles(64, 16, 256, 4, 4, splits=2), marks=gpu),
+        pytest.param(16, 4096, 14336, SwappedTiles(64, 16, 256, 4, 3, splits=4), marks=gpu),
+        pytest.param(64, 28672, 4096, SwappedTiles(64, 64, 128, 4, 3), marks=gpu),
+    ],
+)
+def test_few_rows(
+    rows: int, n_size: int, k_size: int, tiles: SwappedTiles, format: Format, group: int, fused: str,
+    device: torch.device,
+) -> None:  # fmt: skip
+    check(
+        swapped_product,
+        rows,
+        random_weight(format, n_size, k_size, group or k_size, device),
+        fused,
+        torch.bfloat16,
+        tiles,
+    )
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "n_size", "k_size", "tiles"),
+    [
+        (70, 96, 256, GemmTiles(64, 64, 128, 4, 3)),
+        (33, 160, 128, GemmTiles(64, 128, 64, 4, 3, subtiles=2)),
+        pytest.param(300, 6144, 4096, GemmTiles(128, 128, 128, 8, 4), marks=gpu),
+        pytest.param(1000, 4096, 14336, GemmTiles(128, 128, 128, 8, 3), marks=gpu),
+    ],
+)
+def test_many_rows(
+    rows: int, n_size: int, k_size: int, tiles: GemmTiles, format: Format, group: int, fused: str,
+    device: torch.device,
+) -> None:  # fmt: skip
+    check(
+        tiled_product,
+        rows,
+        random_weight(format, n_size, k_size, group or k_size, device),
+        fused,
+        torch.bfloat16,
+        tiles,
+    )
+
+
+@pytest.mark.parametrize("format", [Format.INT8, Format.FP8])
+def test_rows_that_end_within_a_step(format: Format, device: torch.device) -> None:
+    weight = random_weight(format, 66, 208, 208, device)
+    check(swapped_product, 3, weight, "plain", torch.float16, SwappedTiles(64, 16, 128, 4, 3, splits=2))
+
+
+@pytest.mark.parametrize("fused", ["plain", "gated"])
+def test_scales_that_blocks_of_rows_share(fused: str, device: torch.device) -> None:
+    weight = random_weight(Format.FP8, 256, 256, 128, device)
+    even_and_odd = weight.scales.view(2, 2, 64, 2)[:, :, :1].expand(2, 2, 64, 2)
+    weight = replace(weight, scales=even_and_odd.reshape(2, 256), uniform_rows=128)
+    check(tiled_product, 70, weight, fused, torch.bfloat16, GemmTiles(64, 128, 128, 4, 3))
+
+
+def test_int8_sums_are_exact(device: torch.device) -> None:
+    weight = random_weight(Format.INT8, 64, 512, 512, device)
+    rows = quantize_rows_reference(torch.randn(4, 512, device=device), Format.INT8)
+    expected = (rows.values.double() @ weight.weight.double().t()).float() * weight.scales * rows.scales.t()
+    actual = swapped_product(rows, weight, dtype=torch.float32, tiles=SwappedTiles(64, 16, 128, 4, 3))
+    assert_close(actual, expected, rtol=1e-6, atol=0)
+
+
+def test_what_can_be_multiplied(device: torch.device) -> None:
+    assert can_multiply(random_weight(Format.INT8, 16, 256, 256, device))
+    assert can_multiply(random_weight(Format.FP8, 16, 256, 128, device))
+    assert not can_multiply(random_weight(Format.FP8, 16, 200, 128, device)), "the last group is short"
+    assert not can_multiply(random_weight(Format.INT8, 16, 256, 128, device))
+    assert not can_multiply(random_weight(Format.INT8, 16, 256, 256, device, zeros=True))
+    assert not can_multiply(random_weight(Format.INT4, 16, 256, 256, device))
