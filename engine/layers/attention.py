@@ -13,10 +13,14 @@ from manta.kernels.rope import rope_and_store
 
 from .linear import Linear
 from .norm import RmsNorm
-from .quantized_cache import QuantizedLayerCache, attend_quantized
+from .quantized_cache import (
+    QuantizedLayerCache,
+    decode_quantized,
+    prefill_quantized,
+    rope_and_store_quantized,
+)
 
-PlainCache = tuple[torch.Tensor, torch.Tensor]
-LayerCache = PlainCache | QuantizedLayerCache
+LayerCache = tuple[torch.Tensor, torch.Tensor] | QuantizedLayerCache
 """Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]; in 8 bits with their scales."""
 
 
@@ -117,9 +121,8 @@ class Attention:
         if self.head_norms is not None:
             self.head_norms(q, k)
         if isinstance(cache, QuantizedLayerCache):
-            attended = attend_quantized(q, k, v, batch, cache, cos_sin, self._scale)
-            self.output.add_to(residual, attended.view(-1, self._width))
-            return
+            rope_and_store_quantized(q, k, v, batch.positions, cos_sin, cache, batch.slot_mapping)
+            return q
         keys, values = cache
         rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
         return q
@@ -141,7 +144,9 @@ class Attention:
             self._prefill(q[first:], prefill, cache, attended[first:])
         self.output.add_to(residual, attended.view(-1, self._width))
 
-    def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: PlainCache, out: torch.Tensor | None) -> torch.Tensor:
+    def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(cache, QuantizedLayerCache):
+            return decode_quantized(q, rows, cache, self._scale, out)
         places = rows.block_table, rows.seq_lens, self._scale, out
         if rows.prefix is None:
             return attention_decode(
@@ -162,7 +167,9 @@ class Attention:
             prefix=rows.prefix,
         )
 
-    def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: PlainCache, out: torch.Tensor | None) -> torch.Tensor:
+    def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(cache, QuantizedLayerCache):
+            return prefill_quantized(q, rows, cache, self._scale, out)
         return attention_prefill(
             q,
             *cache,

@@ -1,4 +1,4 @@
-"""Attention over a cache in 8 bits on CPU: store the step's keys and values, dequantize the blocks it reads, attend.
+"""Attention over a cache in 8 bits on CPU: store a step's keys and values, dequantize the blocks it reads, attend.
 
 Knows one step's tensors, no requests.
 """
@@ -15,7 +15,7 @@ from manta.kernels.kv_cache_quantized import gather_quantized_reference, store_q
 from manta.kernels.rope import rope_reference
 
 if TYPE_CHECKING:
-    from .attention import AttentionBatch
+    from .attention import DecodeRows, PrefillRows
 
 
 class QuantizedLayerCache(NamedTuple):
@@ -27,34 +27,35 @@ class QuantizedLayerCache(NamedTuple):
     value_scales: torch.Tensor
 
 
-def attend_quantized(
+def rope_and_store_quantized(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    batch: AttentionBatch,
-    cache: QuantizedLayerCache,
+    positions: torch.Tensor,
     cos_sin: torch.Tensor,
-    scale: float,
+    cache: QuantizedLayerCache,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Rotate `q` and `k` in place, then write `k` and `v` [tokens, kv_heads, dim], as kernels/rope.py does."""
+    rope_reference(q, k, positions, cos_sin)
+    store_quantized_reference(k, cache.keys, cache.key_scales, slot_mapping)
+    store_quantized_reference(v, cache.values, cache.value_scales, slot_mapping)
+
+
+def decode_quantized(
+    q: torch.Tensor, rows: DecodeRows, cache: QuantizedLayerCache, scale: float, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """[tokens, heads, dim] for `q` [tokens, heads, dim] and the step's `k` and `v` [tokens, kv_heads, dim]."""
-    rope_reference(q, k, batch.positions, cos_sin)
-    store_quantized_reference(k, cache.keys, cache.key_scales, batch.slot_mapping)
-    store_quantized_reference(v, cache.values, cache.value_scales, batch.slot_mapping)
-    attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode, prefill = batch.decode, batch.prefill
-    first = 0
-    if decode is not None:
-        first = decode.num_rows
-        keys, values, table = _blocks(cache, decode.block_table, decode.table_rows, decode.seq_lens, decode.max_seq_len)
-        attention_decode_reference(q[:first], keys, values, table, decode.seq_lens, scale, attended[:first])
-    if prefill is not None:
-        first = first if prefill.first_token is None else prefill.first_token
-        keys, values, table = _blocks(
-            cache, prefill.block_table, prefill.table_rows, prefill.seq_lens, prefill.max_seq_len
-        )
-        places = table, prefill.query_start, prefill.seq_lens
-        attention_prefill_reference(q[first:], keys, values, *places, scale, attended[first:])
-    return attended
+    """[rows, heads, dim] for one query a row."""
+    keys, values, table = _blocks(cache, rows.block_table, rows.table_rows, rows.seq_lens, rows.max_seq_len)
+    return attention_decode_reference(q, keys, values, table, rows.seq_lens, scale, out)
+
+
+def prefill_quantized(
+    q: torch.Tensor, rows: PrefillRows, cache: QuantizedLayerCache, scale: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    """[tokens, heads, dim] for rows of many queries."""
+    keys, values, table = _blocks(cache, rows.block_table, rows.table_rows, rows.seq_lens, rows.max_seq_len)
+    return attention_prefill_reference(q, keys, values, table, rows.query_start, rows.seq_lens, scale, out)
 
 
 def _blocks(

@@ -88,7 +88,7 @@ def quantize_int8(weight: torch.Tensor, *, outlier_threshold: float | None = Non
 def integer_product(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """x codes^T [rows, out] fp32, the sums exact in int32, of `x` [rows, in], whole numbers of 8 bits."""
     if x.device.type == "cpu":
-        return torch._int_mm(x.to(torch.int8), codes.t()).float()
+        return torch.ops.aten._int_mm(x.to(torch.int8), codes.t()).float()
     return torch.matmul(x.double(), codes.double().t()).float()
 
 

@@ -126,6 +126,8 @@ def _fp8(weight: Fp8Weight) -> KernelForm | None:
             return None
         if len(used) == 1:
             group = num_columns
+        elif num_columns % group and weight.activations is not Activations.PLAIN:
+            return None  # activations in groups of 128 fill them
         scales = scales.index_select(1, used)
     activations = None if weight.activations is Activations.PLAIN else Format.FP8
     return KernelForm(KernelWeight(Format.FP8, weight.codes, scales.t().contiguous(), num_columns, group), activations)

@@ -125,12 +125,11 @@ def destinations(shape: ModelShape, parameters: Parameters) -> dict[Parameter, t
 def _layer_destinations(
     shape: ModelShape, index: int, layer: LayerParameters, *, interleaved: bool
 ) -> dict[Parameter, torch.Tensor]:
-    assert isinstance(layer.qkv, torch.Tensor), "quantized weights have no views"
-    assert isinstance(layer.gate_up, torch.Tensor)
-    assert isinstance(layer.output, torch.Tensor)
-    assert isinstance(layer.down, torch.Tensor)
-    q_size = layer.output.shape[1]
-    kv_size = (layer.qkv.shape[0] - q_size) // 2
+    weights = layer.qkv, layer.output, layer.gate_up, layer.down
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    assert len(plain) == len(weights), "quantized weights have no views"
+    q_size = plain[1].shape[1]
+    kv_size = (plain[0].shape[0] - q_size) // 2
     views = {
         Parameter("input_norm", index, "weight"): layer.input_norm,
         Parameter("post_norm", index, "weight"): layer.post_norm,
@@ -139,7 +138,7 @@ def _layer_destinations(
         if norm is not None:
             views[Parameter(part, index, "weight")] = norm
     fused = (
-        ("weight", layer.qkv, layer.output, layer.gate_up, layer.down),
+        ("weight", *plain),
         ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
     )
     for kind, qkv, output, gate_up, down in fused:

@@ -75,14 +75,11 @@ def run_layer(
     watch("qkv", x)
     q, k, v = (product(part, x).view(num_tokens, -1, shape.head_dim) for part in "qkv")
     if shape.qk_norm:
-        q, k = (
-            norm("q_norm", q.reshape(-1, shape.head_dim)).view(q.shape),
-            norm("k_norm", k.reshape(-1, shape.head_dim)).view(k.shape),
-        )
+        q = norm("q_norm", q.reshape(-1, shape.head_dim)).view(q.shape)
+        k = norm("k_norm", k.reshape(-1, shape.head_dim)).view(k.shape)
     rope_reference(q, k, torch.arange(num_tokens), cos_sin)
-    attended = functional.scaled_dot_product_attention(
-        *(part.transpose(0, 1)[None] for part in (q, k, v)), is_causal=True, enable_gqa=True
-    )
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    attended = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
     attended = attended[0].transpose(0, 1).reshape(num_tokens, -1)
     watch("output", attended)
     hidden = hidden + product("output", attended)

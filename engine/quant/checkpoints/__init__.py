@@ -22,7 +22,10 @@ from .settings import Settings
 class Format(Protocol):
     """How a product's weight lies in a checkpoint."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For the operator."""
+        ...
 
     def read(self, tensors: FolderTensors, module: str, shape: tuple[int, int]) -> QuantizedWeight | None:
         """The weight [out, in] of a module, or None where the checkpoint has it plain. Raises CheckpointError."""

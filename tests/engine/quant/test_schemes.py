@@ -13,6 +13,7 @@ from manta.engine.quant.kernel_form import kernel_form
 from manta.engine.quant.schemes import SCHEMES, Scheme
 from manta.engine.quant.weight import PlainWeight, StackedWeight, stack
 from manta.kernels.quantized import layout
+from manta.kernels.quantized import linear as kernels
 from tests.engine.parallel.shards import generate, random_shape
 
 CHOICES: list[dict[str, Any]] = [
@@ -82,7 +83,7 @@ def test_stacked_weights_are_one(choice: dict[str, Any]):
 def test_weights_of_different_kinds_stand_in_one_stack():
     parts = [scheme_of({"weights": "int4"}).create(random_weight(32)), PlainWeight(random_weight(48, seed=2))]
     found = stack(parts)
-    x = torch.randn(3, 208)
+    x = torch.randn(3, 208, generator=torch.Generator().manual_seed(1))
     order = torch.arange(80).flip(0)
     torch.testing.assert_close(found.rows(order).apply(x), (x @ found.dequantize().t())[:, order])
     assert found.num_bytes == sum(part.num_bytes for part in parts)
@@ -111,10 +112,20 @@ KERNEL_CHOICES = [choice for choice in CHOICES if choice["weights"] not in ("llm
 
 @pytest.mark.parametrize("choice", KERNEL_CHOICES, ids=name_of)
 def test_the_kernels_layout_stands_for_the_same_weight(choice: dict[str, Any]):
-    weight = scheme_of(choice).create(random_weight())
+    weight = scheme_of(choice).create(random_weight(num_columns=256))
     form = kernel_form(weight)
     assert form is not None
     torch.testing.assert_close(layout.dequantize(form.weight), weight.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("choice", KERNEL_CHOICES, ids=name_of)
+def test_the_kernels_specification_gives_the_same_product(choice: dict[str, Any]):
+    weight = scheme_of(choice).create(random_weight(num_columns=256))
+    form = kernel_form(weight)
+    assert form is not None
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    found = kernels.linear(x, form.weight, activations=form.activations)
+    torch.testing.assert_close(found, weight.apply(x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llm_int8", "nf4", "mxfp4", "nvfp4"])
