@@ -1,7 +1,7 @@
 """Linear layers whose weights are quantized: the calls of layers/linear.Linear. Knows no scheme and no model.
 
-On CUDA the weight goes to the layout of kernels/quantized where its kind has one; else, and on CPU, it is dequantized
-for each product.
+A weight in the layout of kernels/quantized goes to its kernels; one in its logical form is multiplied as its kind says
+in plain torch, mostly dequantized for each product.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from manta.engine.parallel.groups import TensorGroup
-from manta.engine.quant.kernel_form import KernelForm, kernel_form
+from manta.engine.quant.kernel_form import KernelForm
 from manta.engine.quant.weight import QuantizedWeight, RankMaximum
 from manta.kernels.activation import silu_and_mul
 
@@ -20,22 +20,21 @@ from .norm import RmsNorm
 
 
 class QuantizedLinear(Linear):
-    """`quantized` [out, in], `bias` [out] or None."""
+    """`quantized` [out, in], in its logical form or as kernels read it; `bias` [out] or None."""
 
     __slots__ = ("_form", "_kernels", "quantized")
 
     def __init__(
-        self, quantized: QuantizedWeight, bias: torch.Tensor | None = None, *, deterministic: bool = False
+        self, quantized: QuantizedWeight | KernelForm, bias: torch.Tensor | None = None, *, deterministic: bool = False
     ) -> None:
-        device = next(quantized.tensors()).device
-        super().__init__(torch.empty(0, device=device), bias, deterministic=deterministic)
-        self.quantized: QuantizedWeight | None = quantized
-        self._form: KernelForm | None = None
+        super().__init__(torch.empty(0), bias, deterministic=deterministic)
+        self.quantized = quantized if isinstance(quantized, QuantizedWeight) else None
+        self._form = quantized if isinstance(quantized, KernelForm) else None
         self._kernels: Any = None
-        if device.type == "cuda" and (form := kernel_form(quantized)) is not None:
+        if self._form is not None:
             from manta.kernels.quantized import linear
 
-            self.quantized, self._form, self._kernels = None, form, linear
+            self._kernels = linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         form = self._form
@@ -98,7 +97,7 @@ class QuantizedRowParallelLinear(QuantizedLinear):
 
     def __init__(
         self,
-        quantized: QuantizedWeight,
+        quantized: QuantizedWeight | KernelForm,
         bias: torch.Tensor | None = None,
         *,
         group: TensorGroup,

@@ -13,6 +13,7 @@ import torch
 from manta.engine.model_shape import ModelShape
 from manta.engine.models.family import Parameter
 from manta.engine.parallel.layout import ShardLayout
+from manta.engine.quant.kernel_form import KernelForm
 from manta.engine.quant.weight import QuantizedWeight
 
 
@@ -21,11 +22,11 @@ class LayerParameters:
     """One layer. Weights [out, in], biases [out]."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor | QuantizedWeight
-    output: torch.Tensor | QuantizedWeight
+    qkv: torch.Tensor | QuantizedWeight | KernelForm
+    output: torch.Tensor | QuantizedWeight | KernelForm
     post_norm: torch.Tensor
-    gate_up: torch.Tensor | QuantizedWeight
-    down: torch.Tensor | QuantizedWeight
+    gate_up: torch.Tensor | QuantizedWeight | KernelForm
+    down: torch.Tensor | QuantizedWeight | KernelForm
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None

@@ -19,7 +19,7 @@ from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource
 from manta.engine.models.architectures import family_of
 from manta.engine.models.family import Parameter
-from manta.engine.quant.kernel_form import kernel_form, why_not
+from manta.engine.quant.kernel_form import KernelForm, kernel_form, why_not
 from manta.engine.quant.schemes import SCHEMES, Scheme
 from manta.engine.quant.weight import PlainWeight, QuantizedWeight, stack
 
@@ -96,6 +96,9 @@ def choose_reader(
     return RoundingReader(config.weights, scheme, fill, dtype=dtype, device=device)
 
 
+Filled = torch.Tensor | QuantizedWeight | KernelForm
+
+
 def fill_quantized(
     parameters: Parameters,
     reader: LinearReader,
@@ -108,7 +111,7 @@ def fill_quantized(
     """Read every product layer by layer. `dequantizes`: into plain weights of `dtype`."""
     without_kernel: Counter[str] = Counter()
 
-    def fused(index: int, *parts: str, interleaved: bool = False) -> torch.Tensor | QuantizedWeight:
+    def fused(index: int, *parts: str, interleaved: bool = False) -> Filled:
         listed = [Parameter(part, index, "weight") for part in parts]
         weight = stack([reader.read(parameter, slice_of(parameter)) for parameter in listed]).to(device)
         if interleaved:
@@ -116,9 +119,12 @@ def fill_quantized(
             weight = weight.rows(order)
         if dequantizes or isinstance(weight, PlainWeight):
             return weight.dequantize().to(dtype)
-        if device.type == "cuda" and kernel_form(weight) is None:
+        if device.type != "cuda":
+            return weight
+        form = kernel_form(weight)
+        if form is None:
             without_kernel[why_not(weight)] += 1
-        return weight
+        return weight if form is None else form
 
     for place, layer in enumerate(parameters.layers):
         index = parameters.first_layer + place

@@ -9,6 +9,8 @@ import torch
 
 from manta.engine.config import EngineConfig, QuantizationConfig
 from manta.engine.errors import ConfigError
+from manta.engine.layers.norm import RmsNorm
+from manta.engine.layers.quantized_linear import QuantizedLinear
 from manta.engine.quant.kernel_form import kernel_form
 from manta.engine.quant.schemes import SCHEMES, Scheme
 from manta.engine.quant.weight import PlainWeight, StackedWeight, stack
@@ -158,3 +160,23 @@ def test_a_scheme_alone_sets_the_weights():
 def test_what_no_scheme_is_called_is_refused_by_name(name: str, value: object):
     with pytest.raises(ConfigError, match=str(value)):
         EngineConfig.build("random", **{name: value})
+
+
+@pytest.mark.parametrize("choice", [{"weights": name} for name in ("int4", "int8", "fp8", "w8a8")], ids=name_of)
+def test_a_linear_in_the_kernels_form_is_the_logical_one(choice: dict[str, Any]):
+    """Alone, behind a norm, gated, and with a residual, as the decoder calls it."""
+    weight = scheme_of(choice).create(random_weight(num_columns=256))
+    form = kernel_form(weight)
+    assert form is not None
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    bias, norm = torch.linspace(-1, 1, 96), RmsNorm(torch.linspace(0.5, 1.5, 256), 1e-5)
+    logical, kernel = QuantizedLinear(weight, bias), QuantizedLinear(form, bias)
+    assert abs(kernel.num_bytes - logical.num_bytes) < 64
+    close = {"rtol": 5e-3, "atol": 2e-3}
+    torch.testing.assert_close(kernel(x), logical(x), **close)
+    torch.testing.assert_close(kernel.after_norm(x, norm), logical.after_norm(x, norm), **close)
+    torch.testing.assert_close(kernel.gated_after_norm(x, norm), logical.gated_after_norm(x, norm), **close)
+    sums = torch.ones(5, 96), torch.ones(5, 96)
+    kernel.add_to(sums[0], x)
+    logical.add_to(sums[1], x)
+    torch.testing.assert_close(*sums, **close)
