@@ -281,6 +281,19 @@ def resolve_name(section: type[BaseModel], name: str) -> str:
     raise ConfigError(f"unknown field {name!r}; {nearest(name, [f for f, s in fields.items() if not s])}", field=name)
 
 
+def _main_field(section: type[BaseModel], name: str, prefix: str = "") -> str | None:
+    """Dotted name of the field that a section means where its own name is given a plain value, or None."""
+    for field in section.model_fields:
+        inner, full = _section_of(section, field), prefix + field
+        if inner is None:
+            continue
+        if issubclass(inner, Section) and inner.main_field is not None and name in (field, full):
+            return f"{full}.{inner.main_field}"
+        if (found := _main_field(inner, name, full + ".")) is not None:
+            return found
+    return None
+
+
 def nearest(name: str, known: list[str]) -> str:
     """A hint such as "did you mean 'cache.block_size'?"."""
     by_leaf = {full.split(".")[-1]: full for full in known}
@@ -294,18 +307,14 @@ def with_overrides(config: S, overrides: Mapping[str, Any]) -> S:
     """A copy with fields replaced by dotted or leaf name. Raises ConfigError naming field and value."""
     tree = config.model_dump()
     for name, value in overrides.items():
+        if not isinstance(value, Mapping):
+            name = _main_field(type(config), name) or name
         *path, leaf = resolve_name(type(config), name).split(".")
-        node: dict[str, Any] = tree
-        section: type[BaseModel] | None = type(config)
+        node = tree
         for part in path:
             if node[part] is None:  # an optional section, present from now on
                 node[part] = {}
-            node, section = node[part], _section_of(section, part)
-            assert section is not None, name
-        inner = _section_of(section, leaf)
-        main_field = inner.main_field if inner is not None and issubclass(inner, Section) else None
-        if main_field is not None and value is not None and not isinstance(value, Mapping):
-            node, leaf = node[leaf], main_field
+            node = node[part]
         if isinstance(value, Mapping) and isinstance(node.get(leaf), Mapping):
             node[leaf] = {**node[leaf], **value}
         else:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from manta.deploy.config import load_config, parse_overrides
 from manta.engine.config import EngineConfig, QuantizationConfig
 from manta.engine.errors import ConfigError
 from manta.engine.layers.norm import RmsNorm
@@ -154,6 +155,8 @@ def test_a_quantized_model_over_ranks_gives_the_tokens_of_one(choice: dict[str, 
 def test_a_scheme_alone_sets_the_weights():
     config = EngineConfig.build("random", quantization="int4", **{"quantization.group_size": "64"})
     assert (config.quantization.weights, config.quantization.group_size) == ("int4", 64)
+    deployed = load_config(None, parse_overrides(["quantization=fp8", "kv_cache=int8"]))
+    assert (deployed.engine.quantization.weights, deployed.engine.quantization.kv_cache) == ("fp8", "int8")
 
 
 @pytest.mark.parametrize(("name", "value"), [("quantization", "int3"), ("quantization.group_size", 48)])
