@@ -16,6 +16,7 @@ from .chaos_cli import chaos_command
 from .cluster_cli import cluster_app
 from .observe_cli import dashboards_app, plot_spike_command, top_command
 from .plan_cli import plan_command
+from .quantize_cli import quantize_command
 from .simulate_cli import simulate_command
 from .spike_cli import spike_command
 
@@ -255,6 +256,7 @@ def version_command() -> None:
 
 
 app.command("profile")(profile_command)
+app.command("quantize")(quantize_command)
 app.command("chaos")(chaos_command)
 app.command("top")(top_command)
 bench_app.command("plot-spike")(plot_spike_command)

@@ -18,6 +18,22 @@ from .errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+WeightScheme = Literal[
+    "auto",
+    "plain",
+    "keep",
+    "int8",
+    "int4",
+    "fp8",
+    "fp8_tensor",
+    "fp8_block",
+    "w8a8",
+    "llm_int8",
+    "nf4",
+    "mxfp4",
+    "nvfp4",
+]
+"""How weights are held; from "int8" on, names of schemes (engine/quant/schemes.py)."""
 
 
 class Section(BaseModel):
@@ -27,6 +43,8 @@ class Section(BaseModel):
 
     full_names_only: ClassVar[bool] = False
     """Whether its fields are meant by their dotted names alone: a leaf's name means the field of another section."""
+    main_field: ClassVar[str | None] = None
+    """The field that is meant where the section's own name is given a plain value."""
 
 
 S = TypeVar("S", bound=Section)
@@ -113,6 +131,30 @@ class ExecutionConfig(Section):
     )
 
 
+class QuantizationConfig(Section):
+    """Weights and KV cache in fewer bits. `--set quantization=int4` means `quantization.weights`."""
+
+    main_field = "weights"
+
+    weights: WeightScheme = Field(
+        default="auto",
+        description="auto: as the checkpoint has them (GGUF blocks dequantized); plain: dequantized; keep: GGUF blocks "
+        "as they are; a scheme: rounded to the nearest when they are loaded",
+    )
+    group_size: Literal[32, 64, 128, "row"] = Field(
+        default=128, description="of int4: columns that share a scale; row: all of them"
+    )
+    symmetric: bool = Field(default=True, description="of int8 and int4: no zero points")
+    kv_cache: Literal["auto", "fp8", "int8"] = Field(
+        default="auto", description="auto: the model's dtype; fp8, int8: with a scale for each token and head"
+    )
+
+    @field_validator("group_size", mode="before")
+    @classmethod
+    def number_or_row(cls, value: object) -> object:
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class ParallelConfig(Section):
     """How one engine is split over devices."""
 
@@ -164,6 +206,7 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     execution: ExecutionConfig = ExecutionConfig()
     parallel: ParallelConfig = ParallelConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
 
     @field_validator("device")
     @classmethod
@@ -238,6 +281,19 @@ def resolve_name(section: type[BaseModel], name: str) -> str:
     raise ConfigError(f"unknown field {name!r}; {nearest(name, [f for f, s in fields.items() if not s])}", field=name)
 
 
+def _main_field(section: type[BaseModel], name: str, prefix: str = "") -> str | None:
+    """Dotted name of the field that a section means where its own name is given a plain value, or None."""
+    for field in section.model_fields:
+        inner, full = _section_of(section, field), prefix + field
+        if inner is None:
+            continue
+        if issubclass(inner, Section) and inner.main_field is not None and name in (field, full):
+            return f"{full}.{inner.main_field}"
+        if (found := _main_field(inner, name, full + ".")) is not None:
+            return found
+    return None
+
+
 def nearest(name: str, known: list[str]) -> str:
     """A hint such as "did you mean 'cache.block_size'?"."""
     by_leaf = {full.split(".")[-1]: full for full in known}
@@ -251,6 +307,8 @@ def with_overrides(config: S, overrides: Mapping[str, Any]) -> S:
     """A copy with fields replaced by dotted or leaf name. Raises ConfigError naming field and value."""
     tree = config.model_dump()
     for name, value in overrides.items():
+        if not isinstance(value, Mapping):
+            name = _main_field(type(config), name) or name
         *path, leaf = resolve_name(type(config), name).split(".")
         node = tree
         for part in path:

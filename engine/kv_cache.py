@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from manta.kernels.quantized.kv_cache import SCALE_DTYPE
+
 from .errors import ConfigError
 from .layers.attention import LayerCache
+from .layers.quantized_cache import QuantizedLayerCache
 from .model_shape import ModelShape
 from .parallel.layout import ShardLayout
+
+KvDtype = Literal["auto", "fp8", "int8"]
+QUANTIZED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,28 +32,46 @@ class CacheLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    """Of the elements; with 8 bits each token and head also has a scale."""
 
     @classmethod
     def of(
-        cls, shape: ModelShape, *, block_size: int, dtype: torch.dtype, layout: ShardLayout | None = None
+        cls,
+        shape: ModelShape,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        layout: ShardLayout | None = None,
+        kv_dtype: KvDtype = "auto",
     ) -> CacheLayout:
-        """Of a rank that holds `layout` (None: all layers and heads)."""
+        """Of a rank that holds `layout` (None: all layers and heads) of a model in `dtype`."""
         layout = ShardLayout.whole(shape) if layout is None else layout
-        return cls(len(layout.layers), len(layout.kv_heads), shape.head_dim, block_size, dtype)
+        held = dtype if kv_dtype == "auto" else QUANTIZED_DTYPES[kv_dtype]
+        return cls(len(layout.layers), len(layout.kv_heads), shape.head_dim, block_size, held)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype.itemsize == 1
 
     @property
     def block_bytes(self) -> int:
         """Keys and values of one block's tokens over all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        head_bytes = self.head_dim * self.dtype.itemsize + (SCALE_DTYPE.itemsize if self.is_quantized else 0)
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[LayerCache]:
         """Keys and values a layer, [num_blocks, block_size, kv_heads, head_dim], zeroed: memory that was never
-        written must hold no NaN."""
+        written must hold no NaN. Scales, where there are some, are [num_blocks, block_size, kv_heads]."""
         size = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
         def zeros() -> torch.Tensor:
             return torch.zeros(size, dtype=self.dtype, device=device)
 
+        def scales() -> torch.Tensor:
+            return torch.zeros(size[:-1], dtype=SCALE_DTYPE, device=device)
+
+        if self.is_quantized:
+            return [QuantizedLayerCache(zeros(), zeros(), scales(), scales()) for _ in range(self.num_layers)]
         return [(zeros(), zeros()) for _ in range(self.num_layers)]
 
 

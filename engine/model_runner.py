@@ -105,7 +105,9 @@ def build_model_runner(
     max_num_batched_tokens = config.scheduler.max_num_batched_tokens or (8192 if device.type == "cuda" else 512)
     block_size = config.cache.block_size or (64 if device.type == "cuda" else 16)
     wanted_len = min(config.model.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
-    layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype, layout=shard)
+    kv_dtype = config.quantization.kv_cache
+    check_kv_dtype(config, device)
+    layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype, layout=shard, kv_dtype=kv_dtype)
     deterministic = config.execution.deterministic
     # What ranks exchange goes through the host or a library that is not captured: their steps run eagerly.
     has_graphs = device.type == "cuda" and config.execution.cuda_graphs and is_alone
@@ -114,7 +116,16 @@ def build_model_runner(
         check_deterministic(shape, device, shard)
     with _explained(f"the weights of {source.name} do not fit {device}", field="device"):
         workspace = _decode_workspace(shape, shard, max_num_seqs, device)
-        parameters = load_weights(source, shape, dtype=dtype, device=device, layout=shard, seed=config.model.seed)
+        parameters = load_weights(
+            source,
+            shape,
+            dtype=dtype,
+            device=device,
+            layout=shard,
+            seed=config.model.seed,
+            quantization=config.quantization,
+        )
+        weight_notes = parameters.notes
         model = Decoder(
             shape,
             parameters,
@@ -188,7 +199,7 @@ def build_model_runner(
     if device.type == "cuda":
         warm_up(runner)
         phases.end("warmup")
-    notes = [num_blocks.reason]
+    notes = [num_blocks.reason, *weight_notes]
     if max_model_len < wanted_len:
         notes.append(f"max_model_len is clipped from {wanted_len} to the {max_model_len} tokens that the blocks hold")
     return BuiltRunner(
@@ -202,6 +213,20 @@ def build_model_runner(
         memory_ledger_bytes=ledger,
         notes=tuple(notes),
     )
+
+
+def check_kv_dtype(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError where a cache in 8 bits is asked for and cannot be had."""
+    field, kv_dtype = "quantization.kv_cache", config.quantization.kv_cache
+    if kv_dtype == "auto":
+        return
+    if device.type == "cuda":
+        raise ConfigError(f"{field} = {kv_dtype!r}: there are no kernels for it on CUDA yet; use auto", field=field)
+    if config.cache.kv_transfer:
+        raise ConfigError(
+            f"{field} = {kv_dtype!r}: scales do not travel between engines yet; use auto, or cache.kv_transfer=false",
+            field=field,
+        )
 
 
 def check_deterministic(shape: ModelShape, device: torch.device, shard: ShardLayout | None = None) -> None:

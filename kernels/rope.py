@@ -25,6 +25,12 @@ def rope_and_store_reference(
     slot_mapping: torch.Tensor,
 ) -> None:
     """See `rope_and_store`."""
+    rope_reference(q, k, positions, cos_sin)
+    store_kv_reference(k, v, key_cache, value_cache, slot_mapping)
+
+
+def rope_reference(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """The rotation alone: `q` and `k` in place, see `rope_and_store`."""
     angles = cos_sin.index_select(0, positions).unsqueeze(1)  # [tokens, 1, rot_dim]
     cos, sin = angles.chunk(2, dim=-1)
     for x in (q, k):
@@ -34,7 +40,6 @@ def rope_and_store_reference(
         new_first = first * cos - second * sin
         rotated[..., : first.shape[-1]] = new_first
         rotated[..., first.shape[-1] :] = new_second
-    store_kv_reference(k, v, key_cache, value_cache, slot_mapping)
 
 
 @jit(do_not_specialize=["num_tokens"])

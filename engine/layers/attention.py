@@ -13,9 +13,15 @@ from manta.kernels.rope import rope_and_store
 
 from .linear import Linear
 from .norm import RmsNorm
+from .quantized_cache import (
+    QuantizedLayerCache,
+    decode_quantized,
+    prefill_quantized,
+    rope_and_store_quantized,
+)
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+LayerCache = tuple[torch.Tensor, torch.Tensor] | QuantizedLayerCache
+"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]; in 8 bits with their scales."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,9 @@ class Attention:
         q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
         if self.head_norms is not None:
             self.head_norms(q, k)
+        if isinstance(cache, QuantizedLayerCache):
+            rope_and_store_quantized(q, k, v, batch.positions, cos_sin, cache, batch.slot_mapping)
+            return q
         keys, values = cache
         rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
         return q
@@ -136,6 +145,8 @@ class Attention:
         self.output.add_to(residual, attended.view(-1, self._width))
 
     def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(cache, QuantizedLayerCache):
+            return decode_quantized(q, rows, cache, self._scale, out)
         places = rows.block_table, rows.seq_lens, self._scale, out
         if rows.prefix is None:
             return attention_decode(
@@ -157,6 +168,8 @@ class Attention:
         )
 
     def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(cache, QuantizedLayerCache):
+            return prefill_quantized(q, rows, cache, self._scale, out)
         return attention_prefill(
             q,
             *cache,

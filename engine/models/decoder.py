@@ -12,10 +12,13 @@ from manta.engine.layers.embedding import Embedding, VocabParallelEmbedding
 from manta.engine.layers.linear import Linear, RowParallelLinear, VocabParallelHead
 from manta.engine.layers.mlp import GatedMlp
 from manta.engine.layers.norm import RmsNorm
+from manta.engine.layers.quantized_linear import QuantizedLinear, QuantizedRowParallelLinear
 from manta.engine.layers.rope import build_cos_sin
 from manta.engine.model_shape import ModelShape
 from manta.engine.parallel.groups import TensorGroup
 from manta.engine.parallel.layout import ShardLayout
+from manta.engine.quant.kernel_form import KernelForm
+from manta.engine.quant.weight import QuantizedWeight
 from manta.engine.weights.parameters import LayerParameters, Parameters
 from manta.kernels.attention_decode import DecodeWorkspace
 
@@ -205,16 +208,20 @@ class _Builder:
         )
         return DecoderLayer(attention, mlp)
 
-    def _rows(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _rows(self, weight: torch.Tensor | QuantizedWeight | KernelForm, bias: torch.Tensor | None) -> Linear:
         """All input features, this rank's output features."""
+        if not isinstance(weight, torch.Tensor):
+            return QuantizedLinear(weight, bias, deterministic=self._deterministic)
         layer = Linear(weight, bias, deterministic=self._deterministic)
         layer.pack()
         return layer
 
-    def _columns(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _columns(self, weight: torch.Tensor | QuantizedWeight | KernelForm, bias: torch.Tensor | None) -> Linear:
         """This rank's input features; the sum over ranks is the layer's output."""
         if self._group is None:
             return self._rows(weight, bias)
+        if not isinstance(weight, torch.Tensor):
+            return QuantizedRowParallelLinear(weight, bias, group=self._group, deterministic=self._deterministic)
         layer = RowParallelLinear(weight, bias, group=self._group, deterministic=self._deterministic)
         layer.pack()
         return layer

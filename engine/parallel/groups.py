@@ -44,6 +44,10 @@ class TensorGroup:
         self._exchange = exchange
         self.all_reduce_: AllReduce = exchange.all_reduce_ if all_reduce is None else all_reduce
 
+    def maximum_(self, x: torch.Tensor) -> None:
+        """Replace `x` by the largest of all ranks' `x`, element by element."""
+        self._exchange.maximum_(x)
+
     def broadcast_(self, x: torch.Tensor, *, source: int = 0) -> None:
         """Replace `x` by that of the rank `source` of this group."""
         self._exchange.broadcast_(x, source)
@@ -186,6 +190,10 @@ class Exchange:
     def minimum_(self, x: torch.Tensor) -> None:
         """The least over all ranks, in place."""
         self._reduce(x, distributed.ReduceOp.MIN)
+
+    def maximum_(self, x: torch.Tensor) -> None:
+        """The largest over all ranks, in place."""
+        self._reduce(x, distributed.ReduceOp.MAX)
 
     def broadcast_(self, x: torch.Tensor, source: int) -> None:
         """That of rank `source`, in place."""

@@ -15,7 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from manta.engine.errors import CheckpointError
-from manta.engine.gguf_file import GgufTensor, read_gguf_header
+from manta.engine.gguf_file import GgufHeader, GgufTensor
 from manta.engine.models.family import Family, Parameter
 
 from .slices import SliceOf, TensorSlice
@@ -25,24 +25,17 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 def read_gguf(
-    file: Path, family: Family, views: Mapping[Parameter, torch.Tensor], slice_of: SliceOf, *, head_dim: int
+    header: GgufHeader, family: Family, views: Mapping[Parameter, torch.Tensor], slice_of: SliceOf, *, head_dim: int
 ) -> None:
     """Fill every view with its slice; other rows and blocks are not dequantized.
 
     Raises CheckpointError naming the tensor that is missing, short, mis-shaped or of a type that cannot be dequantized.
     """
-    header = read_gguf_header(file)
+    file = header.path
     data = np.memmap(file, dtype=np.uint8, mode="r")
     for parameter, view in views.items():
-        name = family.gguf_name(parameter)
-        tensor = header.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(f"{file}: tensor {name} is missing")
         part = slice_of(parameter)
-        if tensor.shape[::-1] != part.full:
-            raise CheckpointError(
-                f"{file}: tensor {name} has shape {tensor.shape[::-1]}, the metadata ask for {part.full}"
-            )
+        tensor = find_tensor(header, family.gguf_name(parameter), part)
         is_interleaved = family.gguf_interleaves_rotary and parameter.part in ("q", "k")
         for rows, values in _dequantized(file, data, tensor, part, rows_multiple=head_dim):
             chunk = view[rows : rows + values.shape[0]]
@@ -54,24 +47,49 @@ def read_gguf(
                 chunk.copy_(values)
 
 
-def _dequantized(
-    file: Path, data: np.ndarray, tensor: GgufTensor, part: TensorSlice, *, rows_multiple: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row within the slice, fp32 values) of runs of rows, each a multiple of `rows_multiple` rows long, save
-    the last."""
+def find_tensor(header: GgufHeader, name: str, part: TensorSlice) -> GgufTensor:
+    """Raises CheckpointError naming the tensor that is missing or mis-shaped."""
+    tensor = header.tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{header.path}: tensor {name} is missing")
+    if tensor.shape[::-1] != part.full:
+        raise CheckpointError(
+            f"{header.path}: tensor {name} has shape {tensor.shape[::-1]}, the metadata ask for {part.full}"
+        )
+    return tensor
+
+
+def row_bytes_of(file: Path, tensor: GgufTensor, file_bytes: int) -> tuple[GGMLQuantizationType, int]:
+    """The type and the bytes of a row. Raises CheckpointError for unknown types, broken rows and short files."""
     try:
         kind = GGMLQuantizationType(tensor.type_id)
     except ValueError:
         raise CheckpointError(f"{file}: tensor {tensor.name} is of unknown type {tensor.type_id}") from None
     block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-    row_elements, num_rows = tensor.shape[0], math.prod(tensor.shape[1:])
-    if len(tensor.shape) == 1:
-        row_elements, num_rows = 1, tensor.shape[0]
+    row_elements, num_rows = row_sizes(tensor)
     row_bytes, rest = divmod(row_elements * block_bytes, block_elements)
     if rest:
         raise CheckpointError(f"{file}: rows of tensor {tensor.name} are no whole number of {kind.name} blocks")
-    if tensor.offset + num_rows * row_bytes > data.size:
+    if tensor.offset + num_rows * row_bytes > file_bytes:
         raise CheckpointError(f"{file} is cut short: tensor {tensor.name} reaches beyond its end; get it again")
+    return kind, row_bytes
+
+
+def row_sizes(tensor: GgufTensor) -> tuple[int, int]:
+    """Elements of a row and rows; a vector has rows of one element."""
+    if len(tensor.shape) == 1:
+        return 1, tensor.shape[0]
+    return tensor.shape[0], math.prod(tensor.shape[1:])
+
+
+def _dequantized(
+    file: Path, data: np.ndarray, tensor: GgufTensor, part: TensorSlice, *, rows_multiple: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row within the slice, fp32 values) of runs of rows, each a multiple of `rows_multiple` rows long, save
+    the last."""
+    kind, row_bytes = row_bytes_of(file, tensor, data.size)
+    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+    row_elements, num_rows = row_sizes(tensor)
     rows = part.part if part.dim == 0 else range(num_rows)
     columns = range(row_elements) if part.dim == 0 else part.part
     # Of a row's columns, the whole blocks that hold them are dequantized.

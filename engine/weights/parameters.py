@@ -13,6 +13,8 @@ import torch
 from manta.engine.model_shape import ModelShape
 from manta.engine.models.family import Parameter
 from manta.engine.parallel.layout import ShardLayout
+from manta.engine.quant.kernel_form import KernelForm
+from manta.engine.quant.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,11 @@ class LayerParameters:
     """One layer. Weights [out, in], biases [out]."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
+    qkv: torch.Tensor | QuantizedWeight | KernelForm
+    output: torch.Tensor | QuantizedWeight | KernelForm
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | QuantizedWeight | KernelForm
+    down: torch.Tensor | QuantizedWeight | KernelForm
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
@@ -45,6 +47,8 @@ class Parameters:
     """Number of the first of `layers` in the whole model."""
     interleaved: bool
     """Whether gate_up holds row i of gate at 2 i and of up at 2 i + 1."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the operator: what is quantized, and what has no kernel."""
 
     def take_layer(self, index: int) -> LayerParameters:
         """Hand over the layer at `index` of `layers`; it is no longer held here. Once a layer."""
@@ -54,13 +58,22 @@ class Parameters:
 
 
 def allocate_parameters(
-    shape: ModelShape, *, dtype: torch.dtype, device: torch.device, layout: ShardLayout | None = None
+    shape: ModelShape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: ShardLayout | None = None,
+    has_plain_linears: bool = True,
 ) -> Parameters:
-    """Those of a rank (None: the only one), uninitialised."""
+    """Those of a rank (None: the only one), uninitialised. Without `has_plain_linears`, weights of the layers' products
+    take no memory: they are on torch's meta device, to be replaced."""
     layout = ShardLayout.whole(shape) if layout is None else layout
 
     def empty(*size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
+
+    def product(*size: int) -> torch.Tensor:
+        return empty(*size) if has_plain_linears else torch.empty(size, dtype=dtype, device="meta")
 
     hidden, inter = shape.hidden_size, len(layout.intermediate)
     q_size, kv_size = len(layout.heads) * shape.head_dim, len(layout.kv_heads) * shape.head_dim
@@ -69,11 +82,11 @@ def allocate_parameters(
     layers: list[LayerParameters | None] = [
         LayerParameters(
             input_norm=empty(hidden),
-            qkv=empty(q_size + 2 * kv_size, hidden),
-            output=empty(hidden, q_size),
+            qkv=product(q_size + 2 * kv_size, hidden),
+            output=product(hidden, q_size),
             post_norm=empty(hidden),
-            gate_up=empty(2 * inter, hidden),
-            down=empty(hidden, inter),
+            gate_up=product(2 * inter, hidden),
+            down=product(hidden, inter),
             qkv_bias=empty(q_size + 2 * kv_size) if shape.attention_bias else None,
             output_bias=empty(hidden) if shape.output_bias and adds_bias else None,
             gate_up_bias=empty(2 * inter) if shape.mlp_bias else None,
@@ -113,8 +126,11 @@ def destinations(shape: ModelShape, parameters: Parameters) -> dict[Parameter, t
 def _layer_destinations(
     shape: ModelShape, index: int, layer: LayerParameters, *, interleaved: bool
 ) -> dict[Parameter, torch.Tensor]:
-    q_size = layer.output.shape[1]
-    kv_size = (layer.qkv.shape[0] - q_size) // 2
+    weights = layer.qkv, layer.output, layer.gate_up, layer.down
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    assert len(plain) == len(weights), "quantized weights have no views"
+    q_size = plain[1].shape[1]
+    kv_size = (plain[0].shape[0] - q_size) // 2
     views = {
         Parameter("input_norm", index, "weight"): layer.input_norm,
         Parameter("post_norm", index, "weight"): layer.post_norm,
@@ -123,7 +139,7 @@ def _layer_destinations(
         if norm is not None:
             views[Parameter(part, index, "weight")] = norm
     fused = (
-        ("weight", layer.qkv, layer.output, layer.gate_up, layer.down),
+        ("weight", *plain),
         ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
     )
     for kind, qkv, output, gate_up, down in fused:

@@ -6,7 +6,7 @@ Knows where tensors go only as a mapping from parameters to views.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from .slices import SliceOf, TensorSlice
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PLAIN = ("F16", "BF16", "F32", "F64")
 
 
 def read_safetensors(folder: Path, family: Family, views: Mapping[Parameter, torch.Tensor], slice_of: SliceOf) -> None:
@@ -44,6 +45,45 @@ def read_safetensors(folder: Path, family: Family, views: Mapping[Parameter, tor
         _read_file(file, wanted)
 
 
+class FolderTensors:
+    """All tensors of a folder's safetensors by name, read when they are asked for. Every file is opened, and so known
+    to be whole, from the start."""
+
+    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
+        """`files`: those alone, without an index."""
+        self.folder = folder
+        file_of = _files_of_tensors(folder) if files is None else _tensors_in([folder / file for file in files])
+        opened = {file: _open(file) for file in sorted(set(file_of.values()))}
+        held = {file: set(handle.keys()) for file, handle in opened.items()}
+        for name, file in file_of.items():
+            if name not in held[file]:
+                raise CheckpointError(f"{file}: tensor {name} is missing, though the index says that it is here")
+        self._file_of = {name: opened[file] for name, file in file_of.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it: BF16, F8_E4M3, I8 ... Raises CheckpointError."""
+        return self._found(name).get_slice(name).get_dtype()
+
+    def get(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor. Raises CheckpointError when it is missing, or of another shape or dtype."""
+        file = self._found(name)
+        found = tuple(file.get_slice(name).get_shape())
+        if shape is not None and found != shape:
+            raise CheckpointError(f"{self.folder}: tensor {name} has shape {found}, the config asks for {shape}")
+        tensor = file.get_tensor(name)
+        if dtype is not None and tensor.dtype != dtype:
+            raise CheckpointError(f"{self.folder}: tensor {name} is {tensor.dtype}, the config asks for {dtype}")
+        return tensor
+
+    def _found(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing; the config asks for it")
+        return self._file_of[name]
+
+
 class _Wanted(NamedTuple):
     name: str
     view: torch.Tensor
@@ -61,6 +101,11 @@ def _read_file(file: Path, wanted: list[_Wanted]) -> None:
             shape = tuple(stored.get_shape())
             if shape != part.full:
                 raise CheckpointError(f"{file}: tensor {name} has shape {shape}, the config asks for {part.full}")
+            if (kind := stored.get_dtype()) not in _PLAIN:
+                raise CheckpointError(
+                    f"{file}: tensor {name} is of type {kind}: it is quantized, and only weights of the layers' "
+                    "products that quantization_config describes may be"
+                )
             # A whole tensor is the mapped file itself, without a copy in between.
             view.copy_(opened.get_tensor(name) if part.is_whole else stored[part.index])
 
@@ -77,6 +122,10 @@ def _files_of_tensors(folder: Path) -> dict[str, Path]:
     files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no .safetensors file")
+    return _tensors_in(files)
+
+
+def _tensors_in(files: Sequence[Path]) -> dict[str, Path]:
     file_of: dict[str, Path] = {}
     for file in files:
         with _open(file) as opened:

@@ -6,37 +6,45 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from manta.kernels.quantized.kv_cache import empty_cache, store_quantized_kv, store_quantized_kv_reference
-from manta.kernels.quantized.layout import Format
+from manta.kernels.quantized.kv_cache import (
+    gather_quantized_reference,
+    store_quantized,
+    store_quantized_reference,
+)
 
-FORMATS = [Format.INT8, Format.FP8]
+DTYPES = [torch.int8, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+def empty_side(
+    num_blocks: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.zeros(num_blocks, 16, heads, dim, dtype=dtype, device=device)
+    return codes, torch.zeros(num_blocks, 16, heads, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (2, 80)])
-def test_tokens_are_stored_at_their_slots(heads: int, dim: int, format: Format, device: torch.device) -> None:
-    qkv = torch.randn(5, 3 * heads, dim, device=device).bfloat16()
-    k, v = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+def test_tokens_are_stored_at_their_slots(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    new = torch.randn(5, 3 * heads, dim, device=device).bfloat16()[:, heads : 2 * heads]
     slots = torch.tensor([17, -1, 0, 31, 16], device=device)
-    actual = [empty_cache(2, 16, heads, dim, format, device) for _ in range(2)]
-    expected = [empty_cache(2, 16, heads, dim, format, device) for _ in range(2)]
-    store_quantized_kv(k, v, actual[0], actual[1], slots)
-    store_quantized_kv_reference(k, v, expected[0], expected[1], slots)
+    actual, expected = (empty_side(2, heads, dim, dtype, device) for _ in range(2))
+    store_quantized(new, *actual, slots)
+    store_quantized_reference(new, *expected, slots)
     blocks = torch.arange(2, device=device)
-    for mine, other, new in zip(actual, expected, (k, v), strict=True):
-        assert_close(mine.scales, other.scales, rtol=1e-6, atol=0)
-        stored = mine.gather(blocks).view(32, heads, dim)
-        assert float(torch.isclose(stored, other.gather(blocks).view(32, heads, dim)).float().mean()) > 0.98
-        kept = slots >= 0
-        bound = new[kept].float().abs().amax(-1, keepdim=True) * (0.5 / 127 if format is Format.INT8 else 0.5 / 8)
-        assert bool(((stored[slots[kept]] - new[kept].float()).abs() <= 1.01 * bound).all())
-        others = torch.ones(32, dtype=torch.bool, device=device)
-        others[slots[kept]] = False
-        assert bool((stored[others] == 0).all())
+    assert_close(actual[1], expected[1], rtol=1e-6, atol=0)
+    stored = gather_quantized_reference(*actual, blocks).view(32, heads, dim)
+    other = gather_quantized_reference(*expected, blocks).view(32, heads, dim)
+    assert float(torch.isclose(stored, other).float().mean()) > 0.98
+    kept = slots >= 0
+    bound = new[kept].float().abs().amax(-1, keepdim=True) * (0.5 / 127 if dtype == torch.int8 else 0.5 / 8)
+    assert bool(((stored[slots[kept]] - new[kept].float()).abs() <= 1.01 * bound).all())
+    others = torch.ones(32, dtype=torch.bool, device=device)
+    others[slots[kept]] = False
+    assert bool((stored[others] == 0).all())
 
 
 def test_no_tokens_store_nothing(device: torch.device) -> None:
-    caches = [empty_cache(1, 16, 2, 32, Format.FP8, device) for _ in range(2)]
+    codes, scales = empty_side(1, 2, 32, torch.float8_e4m3fn, device)
     none = torch.zeros(0, 2, 32, device=device)
-    store_quantized_kv(none, none, caches[0], caches[1], torch.zeros(0, dtype=torch.int64, device=device))
-    assert bool((caches[0].scales == 0).all())
+    store_quantized(none, codes, scales, torch.zeros(0, dtype=torch.int64, device=device))
+    assert bool((scales == 0).all())
