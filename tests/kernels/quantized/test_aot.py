@@ -141,9 +141,9 @@ def test_the_librarys_epilogue_and_cache_stores_compile(tmp_path: Path) -> None:
     rows = quantize.quantize_rows_reference(torch.zeros(16, 256), Format.INT8)
     with compiling_only(1):
         library.scale_sums(torch.zeros(16, 2048).int(), rows, weight, None, dtype=torch.bfloat16, gated=True)
-        caches = [kv_cache.empty_cache(1, 64, 8, 128, Format.FP8, torch.device("cpu")) for _ in range(2)]
+        codes, scales = torch.zeros(1, 64, 8, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 64, 8)
         new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
-        kv_cache.store_quantized_kv(new, new, caches[0], caches[1], torch.zeros(4, dtype=torch.int64))
+        kv_cache.store_quantized(new, codes, scales, torch.zeros(4, dtype=torch.int64))
     found = compiled_kernels(tmp_path)
     assert set(found) == {"_scale_kernel", "_store_kernel"}
     for resources in found.values():
