@@ -18,6 +18,7 @@ from .capacity import Need, Work, held_rate, load, need
 from .damping import Damping
 from .forecast import LONG_S, Bursts, Forecast, Samples, forecast
 from .observed import Observed, Trail, size_of
+from .role_changes import RoleChange, role_changes
 from .signals import Counters, FleetSnapshot, PoolState
 from .slo import Slo
 
@@ -55,17 +56,6 @@ class PolicySettings:
     """Requests that must have ended in it before lateness says anything."""
     usual: Work = field(default=USUAL_WORK)
     """A mean request, before any was seen."""
-
-
-@dataclass(frozen=True)
-class RoleChange:
-    """One replica of a pool is to drain and take another role; nothing is loaded."""
-
-    pool: str
-    """Where it belongs."""
-    role: Role
-    """Which it takes."""
-    num_replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +153,7 @@ class _Deciding:
         for pool in pools:
             wish = wishes[pool.name] = self._wish(pool)
             targets[pool.name] = self._damped(pool, wish)
-        role_changes = self._role_changes(targets)
+        changes = self._role_changes(targets)
         granted = fit_into(self._snapshot.gpu_budget, pools, targets)
         for pool in pools:
             self._notice_failures(pool)
@@ -171,7 +161,7 @@ class _Deciding:
         gpus_wanted = sum(targets[pool.name] * pool.gpus_per_replica for pool in pools)
         decision = Decision(
             targets=granted,
-            role_changes=role_changes,
+            role_changes=changes,
             decided=tuple(self._decided),
             level_requests_s=self._forecast.level,
             forecast_requests_s=self._forecast.expected,
@@ -331,46 +321,13 @@ class _Deciding:
         return self._need(pool, expected).num_replicas
 
     def _role_changes(self, targets: dict[str, int]) -> tuple[RoleChange, ...]:
-        """Where one of prefill and decode lacks what the other has beyond its need, replicas change sides. `targets`
-        becomes what each pool needs then."""
-        pair = {pool.role: pool for pool in self._snapshot.pools}
-        if Role.PREFILL not in pair or Role.DECODE not in pair or len(pair) != len(self._snapshot.pools):
-            return ()
-        changes: list[RoleChange] = []
-        prefill, decode = pair[Role.PREFILL], pair[Role.DECODE]
-        acting = {pool.name: pool.num_ready - pool.num_lent + other.num_lent
-                  for pool, other in ((prefill, decode), (decode, prefill))}  # fmt: skip
-        for short, rich in ((prefill, decode), (decode, prefill)):
-            missing = targets[short.name] - acting[short.name] - short.num_starting
-            spare = acting[rich.name] - targets[rich.name]
-            num = min(missing, spare, acting[rich.name] - 1)
-            if num <= 0 or self._now_s - self._state.last_role_change_s < 2 * self._settings.breach_s:
-                continue
-            back = min(num, short.num_lent)  # first those that are its own
-            if back:
-                changes.append(RoleChange(short.name, short.role, back))
-            if num > back:
-                changes.append(RoleChange(rich.name, short.role, num - back))
+        """`targets` becomes what each pool needs after them."""
+        may_change = self._now_s - self._state.last_role_change_s >= 2 * self._settings.breach_s
+        changes, said = role_changes(self._snapshot.pools, targets, now_s=self._now_s, may_change=may_change)
+        if changes:
             self._state = replace(self._state, last_role_change_s=self._now_s)
-            self._decided.append(
-                Decided(
-                    time_s=self._now_s, pool=short.name, before=acting[short.name], after=acting[short.name] + num,
-                    reason=ReasonCode.ROLE_CHANGE,
-                    sentence=f"{num} of {rich.name} take the role {short.role.value}: {short.name} needs "
-                    f"{targets[short.name]} and {rich.name} only {targets[rich.name]}",
-                )
-            )  # fmt: skip
-            acting[short.name] += num
-            acting[rich.name] -= num
-        # A pool owns what it has lent: its target counts its own replicas, wherever they work.
-        lent = {prefill.name: prefill.num_lent, decode.name: decode.num_lent}
-        for change in changes:
-            owner = prefill if change.pool == prefill.name else decode
-            lent[change.pool] += change.num_replicas if change.role is not owner.role else -change.num_replicas
-        for pool, other in ((prefill, decode), (decode, prefill)):
-            own = targets[pool.name] + lent[pool.name] - lent[other.name]
-            targets[pool.name] = min(max(own, pool.min_replicas), pool.max_replicas)
-        return tuple(changes)
+        self._decided += said
+        return changes
 
     def _explain(self, pool: PoolState, wish: _Wish, wanted: int, granted: int) -> None:
         before, state = pool.target, self._state

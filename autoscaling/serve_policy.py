@@ -27,7 +27,7 @@ from ray.serve.exceptions import RayServeException
 from manta.cluster.scaling import EdgeSignals, ScalingStatus
 
 from .budget import ModelAsk
-from .policy import RoleChange
+from .role_changes import RoleChange
 from .steering import Memory, PoolCounts, Steering, SteeringSettings
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from manta.autoscaling.policy import Policy, PolicySettings, PolicyState, RoleChange, is_breach
+from manta.autoscaling.policy import Policy, PolicySettings, PolicyState, is_breach
+from manta.autoscaling.role_changes import RoleChange
 from manta.autoscaling.signals import Counters, FleetSnapshot, PoolState
 from manta.cluster.routing.roles import Role
 from tests.autoscaling.policy_runs import COSTS, SLO, Run, run
