@@ -136,8 +136,8 @@ def test_what_is_written_is_read_again_by_the_engine(tmp_path: Path, recipe: Rec
     assert 0 < change < (0.2 if recipe.bits == 8 or recipe.method in ("fp8", "smoothquant") else 1.5)
 
 
-def test_transformers_reads_a_layer_that_compressed_tensors_describe(tmp_path: Path):
-    """The plain tensors keep their names, and no product has a plain weight beside its packed one."""
+def test_plain_tensors_keep_their_names_beside_packed_products(tmp_path: Path):
+    """And no product has a plain weight beside its packed one: as compressed-tensors says."""
     save_tiny(tmp_path / "plain", **SIZES)
     source = ModelSource("tiny", "safetensors", tmp_path / "plain", None)
     quantize_checkpoint(source, load_shape(source), Recipe("rtn", group_size=32), None, tmp_path / "out")
