@@ -111,6 +111,9 @@ class _CountingSlice:
     def get_shape(self) -> list[int]:
         return self._stored.get_shape()
 
+    def get_dtype(self) -> str:
+        return self._stored.get_dtype()
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._count(self._stored[index])
 
