@@ -23,7 +23,7 @@ KV_SHARE, SEQS_SHARE = 0.85, 0.9
 """Of a replica's KV room and of its sequences that may be in use on average."""
 MOST_REPLICAS = 1 << 16
 MOST_RATE, RATE_STEPS = 1e9, 8
-"""Halvings until a rate is known well enough."""
+"""Requests/s beyond which nobody looks, and halvings until a rate is known well enough."""
 TARGET_REACHED = 0.92
 """Share of such a target that full steps last: engines round up what they look up."""
 SWEEPS = 3

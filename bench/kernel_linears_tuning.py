@@ -28,6 +28,7 @@ TUNED_ROWS = (1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, 1024, 32)
 """As decode steps are padded: what the library takes changes from one number of rows to the next."""
 PIECED_ROWS, PIECES = 8192, (2048, 4096)
 SUSTAINED_S = 1.5
+"""Long enough for a GPU at full load to lower its clock."""
 DETERMINISTIC_CANDIDATES = (
     DETERMINISTIC_TILES,
     GemmTiles(128, 128, 64, 4, 3, programs=2),

@@ -99,7 +99,7 @@ class PrefillGraphs:
         """By padded size, and whether there are decodes."""
 
     def take(self, batch: BatchLayout, arrays: dict[str, np.ndarray]) -> PaddedStep | None:
-        """Move what `forward` reads from a step's `arrays` to where a graph finds it. None: no graph takes the step,
+        """Move what the model reads from a step's `arrays` to where a graph finds it. None: no graph takes the step,
         either for its size or because it is not captured yet."""
         num_prefills = batch.num_rows - batch.num_decodes
         if not 0 < num_prefills <= MAX_PREFILLS or batch.num_tokens > self._sizes[-1]:

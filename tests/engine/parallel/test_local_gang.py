@@ -122,7 +122,7 @@ def test_no_follower_outlives_its_parent(model: str, number: signal.Signals):
         assert len(pids) == 1
         assert is_there(pids[0])
         parent.send_signal(number)
-        parent.wait(60)
+        parent.wait(20)
         wait_for(lambda: not is_there(pids[0]))
 
 
@@ -153,4 +153,4 @@ def test_a_parent_that_was_suspended_goes_on(model: str):
         parent.send_signal(signal.SIGSTOP)
         time.sleep(SILENCE_S + 1.5)  # longer than a silence that would be minded
         parent.send_signal(signal.SIGCONT)
-        assert parent.communicate("\n", timeout=60)[0] == "50\n"
+        assert parent.communicate("\n", timeout=20)[0] == "50\n"

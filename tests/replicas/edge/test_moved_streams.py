@@ -235,29 +235,35 @@ def process(folder: Path) -> Iterator[Process]:
 async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped(
     folder: Path, process: Process
 ) -> None:
-    """A stream begins at each token of the first one; all freeze at the same moment, at different tokens."""
+    """A stream begins at each token of the first one, and if need be of the next; all freeze at the same moment, at
+    twenty different tokens or more."""
     async with edge_over(folder, 1) as edge:
         fields = await with_a_stop_string(edge)
         expected = await edge.answer(edge.job(**fields))
         edge.fleet.addresses["process"] = process.address
         await edge.fleet.ready("process")
-        progress = [0] * NUM_TOKENS
+        progress: list[int] = []
+        """Tokens of each stream."""
         frozen_at: list[int] = []
-
         running: list[asyncio.Task[list[Any]]] = []
+        leader = 0
 
         def begin() -> None:
-            stream = len(running)
+            stream = len(progress)
+            progress.append(0)
 
             def after(num_tokens: int) -> None:
+                nonlocal leader
                 progress[stream] = num_tokens
-                if frozen_at or stream:
+                if frozen_at or stream != leader:
                     return
                 if num_tokens < NUM_TOKENS - 2:
                     begin()
-                else:
+                elif len(set(progress) - {NUM_TOKENS}) >= 20:
                     process.process.send_signal(signal.SIGSTOP)
                     frozen_at.extend(progress)
+                else:  # tokens came in lumps, so that streams began together: others follow the next one
+                    leader = next(other for other, tokens in enumerate(progress) if tokens < NUM_TOKENS - 2)
 
             running.append(asyncio.create_task(edge.answer(edge.job(**fields), after=after)))
 
@@ -269,4 +275,4 @@ async def test_streams_at_every_token_are_the_same_when_their_process_is_stopped
         assert asyncio.get_running_loop().time() - start_s < 5.0
         for stream, events in enumerate(await asyncio.gather(*running)):
             assert events == expected, (stream, frozen_at[stream])
-        assert len(set(frozen_at)) >= 10  # how far the others come meanwhile is the machine's affair
+        assert len(set(frozen_at)) >= 20
