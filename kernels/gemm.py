@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import runtime
 from .runtime import jit
-from .split_k import counters, finish_tile, store_part
+from .split_k import finish_tile, store_part, workspace
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,12 @@ def gemm(
     if out is None:
         out = torch.empty((num_rows, n_size // 2 if gated else n_size), dtype=x.dtype, device=x.device)
     num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(n_size, tiles.block_n)
-    partial = counter = None
+    partial, counter = workspace(x.device, num_tiles, tiles.splits, tiles.block_m * tiles.block_n)
     # A single row's stride says nothing, and descriptors accept no odd one.
     x_stride = x.stride(0) if num_rows > 1 else k_size
     out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
     num_programs = min(num_tiles, tiles.programs * runtime.num_multiprocessors(x.device))
     if tiles.splits > 1:
-        parts = num_tiles * tiles.splits * tiles.block_m * tiles.block_n
-        partial = torch.empty(parts, dtype=torch.float32, device=x.device)
-        counter = counters(x.device, num_tiles)
         num_programs = num_tiles * tiles.splits
         out_desc = None
     else:

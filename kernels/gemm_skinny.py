@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
-from .split_k import counters, finish_tile, store_part
+from .split_k import finish_tile, store_part, workspace
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,7 @@ def gemm_skinny(
     block_m = padded_rows(num_rows)
     blocks_n = triton.cdiv(n_size, tiles.block_n)
     splits = min(tiles.splits, triton.cdiv(k_size, tiles.block_k))
-    partial = counter = None
-    if splits > 1:
-        partial = torch.empty(blocks_n * splits * tiles.block_n * block_m, dtype=torch.float32, device=x.device)
-        counter = counters(x.device, blocks_n)
+    partial, counter = workspace(x.device, blocks_n, splits, tiles.block_n * block_m)
     dependent = has_dependent_launch(x)
     _skinny_kernel[(blocks_n, splits)](
         x,

@@ -112,3 +112,13 @@ def counters(device: torch.device, num_tiles: int) -> torch.Tensor:
         found = _all_counters(device)[len(_of_streams) % _NUM_STREAMS]
         _of_streams[key] = found
     return found
+
+
+def workspace(
+    device: torch.device, num_tiles: int, splits: int, tile_size: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Room for the parts of `num_tiles` tiles of `tile_size` elements, and counters; None where K is not split."""
+    if splits == 1:
+        return None, None
+    partial = torch.empty(num_tiles * splits * tile_size, dtype=torch.float32, device=device)
+    return partial, counters(device, num_tiles)

@@ -20,7 +20,7 @@ from manta.kernels.gemm import GemmTiles, can_tile, store_tile
 from manta.kernels.gemm_skinny import store_transposed
 from manta.kernels.gemv import gemv_reference
 from manta.kernels.runtime import jit
-from manta.kernels.split_k import counters, finish_tile, store_part
+from manta.kernels.split_k import finish_tile, store_part, workspace
 
 from .layout import Format, QuantizedWeight, dequantize
 from .quantize import QuantizedRows
@@ -214,11 +214,7 @@ def swapped_product(
     block_k = weight.group if grouped else tiles.block_k
     blocks_n, blocks_m = triton.cdiv(n_size, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
     splits = min(tiles.splits, triton.cdiv(k_size, block_k))
-    partial = counter = None
-    if splits > 1:
-        parts = blocks_n * blocks_m * splits * tiles.block_n * tiles.block_m
-        partial = torch.empty(parts, dtype=torch.float32, device=out.device)
-        counter = counters(out.device, blocks_n * blocks_m)
+    partial, counter = workspace(out.device, blocks_n * blocks_m, splits, tiles.block_n * tiles.block_m)
     dependent = has_dependent_launch(out)
     _swapped_kernel[(blocks_n, splits, blocks_m)](
         rows.values,

@@ -18,7 +18,7 @@ from manta.kernels.dependent_launch import has_dependent_launch, let_successor_s
 from manta.kernels.gemm_skinny import store_transposed
 from manta.kernels.gemv import gemv_reference
 from manta.kernels.runtime import jit
-from manta.kernels.split_k import counters, finish_tile, store_part
+from manta.kernels.split_k import finish_tile, store_part, workspace
 
 from .layout import INT4_ZERO, NIBBLES, Format, QuantizedWeight, dequantize
 from .unpack import fp8_values, int4_values, int8_values, minus_zeros
@@ -187,11 +187,7 @@ def weight_only_product(
     steps = triton.cdiv(k_size, plane * planes)
     splits = min(tiles.splits, steps)
     blocks_n, blocks_m = triton.cdiv(n_size, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
-    partial = counter = None
-    if splits > 1:
-        parts = blocks_n * blocks_m * splits * tiles.block_n * tiles.block_m
-        partial = torch.empty(parts, dtype=torch.float32, device=x.device)
-        counter = counters(x.device, blocks_n * blocks_m)
+    partial, counter = workspace(x.device, blocks_n * blocks_m, splits, tiles.block_n * tiles.block_m)
     dependent = has_dependent_launch(x)
     _weight_only_kernel[(blocks_n, splits, blocks_m)](
         x,
