@@ -25,8 +25,8 @@ SHORT = SamplingParams(temperature=0, max_tokens=20)
 IDS = [golden["prompt_ids"] for golden in GOLDEN]
 SHORT_TOKENS = [golden["continuation_ids"][:20] for golden in GOLDEN]
 TEN = SamplingParams(temperature=0, max_tokens=10)
-SOME, SOME_TOKENS = IDS[5:15], [golden["continuation_ids"][:10] for golden in GOLDEN[5:15]]
-"""Five raw prompts and five chats."""
+SOME, SOME_TOKENS = IDS[7:13], [golden["continuation_ids"][:10] for golden in GOLDEN[7:13]]
+"""Three raw prompts and three chats."""
 
 
 def load(**overrides: Any) -> LLM:
@@ -72,7 +72,7 @@ def test_logprobs_are_the_golden_ones(llm: LLM):
 
 
 def test_a_request_alone_gives_the_golden_tokens(llm: LLM):
-    for prompt, expected in list(zip(IDS, SHORT_TOKENS, strict=True))[:3]:
+    for prompt, expected in zip(IDS[1:3], SHORT_TOKENS[1:3], strict=True):
         assert llm.generate(prompt, SHORT)[0].outputs[0].token_ids == expected
 
 
@@ -144,7 +144,7 @@ def test_answers_of_one_request_differ_and_share_their_prompt(llm: LLM):
 
 
 def test_prompt_logprobs_are_the_same_cold_warm_and_chunked(llm: LLM):
-    base = [(37 * i) % 211 + 20 for i in range(64)]
+    base = [(37 * i) % 211 + 20 for i in range(40)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
     def scores(model: LLM, length: int) -> list[float]:
@@ -153,13 +153,13 @@ def test_prompt_logprobs_are_the_same_cold_warm_and_chunked(llm: LLM):
         assert entries[0] is None
         return [entry.logprob for entry in entries[1:] if entry is not None]
 
-    lengths = (2, 15, 16, 17, 32, 33, 64)
+    lengths = (2, 15, 16, 17, 33, 40)
     first = [scores(llm, n) for n in lengths]
     assert [len(s) for s in first] == [n - 1 for n in lengths]
     assert all(score <= 1e-4 for s in first for score in s)
     assert [scores(llm, n) for n in lengths] == [pytest.approx(s, abs=1e-3) for s in first]
     with load(max_num_batched_tokens=9, max_num_seqs=4) as chunked:
-        assert scores(chunked, 64) == pytest.approx(first[-1], abs=1e-3)
+        assert scores(chunked, 40) == pytest.approx(first[-1], abs=1e-3)
 
 
 def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM):
@@ -175,16 +175,16 @@ def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM):
 
 def test_sampling_parameters_do_what_they_say(llm: LLM):
     prompt = IDS[0]
-    greedy = llm.generate(prompt, SHORT)[0].outputs[0].token_ids
-    one = SamplingParams(temperature=3.0, top_k=1, max_tokens=20)
+    greedy = llm.generate(prompt, TEN)[0].outputs[0].token_ids
+    one = SamplingParams(temperature=3.0, top_k=1, max_tokens=10)
     assert llm.generate(prompt, one)[0].outputs[0].token_ids == greedy
     biased = SamplingParams(temperature=0, max_tokens=3, logit_bias={7: 100.0})
     assert llm.generate(prompt, biased)[0].outputs[0].token_ids == [7, 7, 7]
     penalized = SamplingParams(temperature=0, max_tokens=3, logit_bias={7: 100.0, 9: 99.0}, frequency_penalty=2.0)
     assert llm.generate(prompt, penalized)[0].outputs[0].token_ids == [7, 9, 7]
-    at_least = SamplingParams(temperature=0, max_tokens=12, min_tokens=10, logit_bias={2: 100.0})
-    assert len(llm.generate(prompt, at_least)[0].outputs[0].token_ids) == 11
-    stopped = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(greedy[1],))
+    at_least = SamplingParams(temperature=0, max_tokens=8, min_tokens=6, logit_bias={2: 100.0})
+    assert len(llm.generate(prompt, at_least)[0].outputs[0].token_ids) == 7
+    stopped = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=(greedy[1],))
     answer = llm.generate(prompt, stopped)[0].outputs[0]
     assert (answer.token_ids, answer.stop_reason) == (greedy[:2], greedy[1])
 
@@ -220,12 +220,12 @@ def test_a_mix_of_finished_cancelled_and_refused_requests_leaks_nothing(llm: LLM
 
     rng = random.Random(0)
     finished, refused, cancelled = 0, 0, 0
-    for index in range(40):
-        length = rng.choice([3, 20, 60, 9000])
-        params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 12))
+    for index in range(32):
+        length = rng.choice([3, 20, 40, 9000])
+        params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 8))
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=[300 + index] * length, params=params)
         refused += llm.engine.add(request) is not None
-        if rng.random() < 0.3:
+        if rng.random() < 0.5:
             cancelled += llm.engine.cancel(f"r{rng.randint(0, index)}")
         finished += sum(delta.finish_reason is not None for delta in llm.engine.step())
     while llm.engine.has_work:
@@ -233,5 +233,5 @@ def test_a_mix_of_finished_cancelled_and_refused_requests_leaks_nothing(llm: LLM
     assert finished > 0
     assert cancelled > 0
     assert refused > 0
-    assert finished + cancelled + refused == 40
+    assert finished + cancelled + refused == 32
     assert_nothing_is_held(llm)

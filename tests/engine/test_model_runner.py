@@ -37,14 +37,15 @@ def built(tiny: tuple[Path, Any]) -> Iterator[BuiltRunner]:
 
 @pytest.mark.model
 def test_the_demo_model_gives_the_golden_tokens():
+    """The first sixteen; all of them are for the API's tests (test_llm.py)."""
     built = build("smollm2-135m", cpu_cache_gib=0.3)
     driver = Driver(built)
     tokens = driver.generate(
-        [golden["prompt_ids"] for golden in GOLDEN], 64, SamplingParams(temperature=0.0, logprobs=5)
+        [golden["prompt_ids"] for golden in GOLDEN], 16, SamplingParams(temperature=0.0, logprobs=5)
     )
     first = next(result for _, result in driver.results if result.token_ids)
     for index, golden in enumerate(GOLDEN):
-        expected = golden["continuation_ids"]
+        expected = golden["continuation_ids"][:16]
         assert tokens[index][: len(expected)] == expected
         ids, logits = zip(*golden["first_step_top5"], strict=True)
         assert first.logprobs[index].top_token_ids == list(ids)

@@ -36,13 +36,15 @@ class ApiCases:
     """Requests that P01 sends at once."""
     stop_distance: ClassVar[int] = 11
     """Characters between the places where P02 cuts its stop strings."""
+    num_tokens: ClassVar[int] = 48
+    """Of P01's answers."""
 
     # ---- streams
 
     def test_p01_joined_deltas_are_the_text(self, server: Server) -> None:
         def check(prompt: str) -> None:
-            whole = server.text(prompt, max_tokens=48, temperature=0)
-            parts, _ = server.streamed(prompt, max_tokens=48, temperature=0)
+            whole = server.text(prompt, max_tokens=self.num_tokens, temperature=0)
+            parts, _ = server.streamed(prompt, max_tokens=self.num_tokens, temperature=0)
             assert "".join(parts) == whole
             assert sum(part.count("�") for part in parts) == whole.count("�")
             assert all(parts[:-1]), "an event without text before the last one"

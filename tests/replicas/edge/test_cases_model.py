@@ -35,6 +35,7 @@ class TestDemoModel(ApiCases):
     num_dropped = 32
     num_neighbours = 3
     stop_distance = 50
+    num_tokens = 20
 
 
 def body_of(golden: dict[str, Any]) -> tuple[str, dict[str, Any]]:
