@@ -183,9 +183,12 @@ class ModelRunner:
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+        self._drop_graphs()
+        self._caches = []
+
+    def _drop_graphs(self) -> None:
         self._graphs = self._prefill_graphs = None
         self._preparations = iter(())
-        self._caches = []
 
     @property
     def _share(self) -> StepShare | None:

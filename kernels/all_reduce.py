@@ -185,7 +185,7 @@ def _all_reduce_kernel(
             index = tile * BLOCK + offs
             mask = index < num_elements
             total = tl.zeros([BLOCK], tl.float32)
-            for rank in tl.static_range(NUM_RANKS):
+            for rank in tl.static_range(NUM_RANKS):  # pyright: ignore[reportGeneralTypeIssues]
                 slot = tl.multiple_of((tl.load(addresses_ptr + rank) + slot_offset).to(element), 16)
                 total += tl.load(slot + index, mask=mask, cache_modifier=".cg").to(tl.float32)
             if ADDS:

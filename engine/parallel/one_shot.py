@@ -43,12 +43,16 @@ def open_one_shot(
     `max_bytes` and `tiles` (all ranks give the same): in place of the table's.
     """
     planned_tiles, planned_bytes = one_shot_plan(size, device)
-    max_bytes = planned_bytes if max_bytes is None else max_bytes
-    if not max_bytes:
+    max_bytes, tiles = planned_bytes if max_bytes is None else max_bytes, tiles or planned_tiles
+    store.set(f"plan/{rank}", f"{max_bytes} {tiles}")
+    plans = {store.get(f"plan/{other}") for other in range(size)}
+    if len(plans) > 1:
+        logger.warning("Sums over ranks go through NCCL alone: their tables differ: %s", plans)
+    if len(plans) > 1 or not max_bytes:
         return None
     opened, problem = None, ""
     try:
-        arena = _Arena(rank, size, store, device, max_bytes, tiles or planned_tiles)
+        arena = _Arena(rank, size, store, device, max_bytes, tiles)
     except IpcUnavailable as error:
         arena, problem = None, str(error)
         store.set(f"arena/{rank}", "")

@@ -50,6 +50,7 @@ class RankRunner(ModelRunner):
         self._groups.abort()
 
     def leave(self) -> None:
+        self._drop_graphs()  # NCCL waits until those that hold its collectives are gone
         self._groups.close()
 
     @property
