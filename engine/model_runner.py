@@ -142,7 +142,7 @@ def build_model_runner(
     ledger = {"weights": model.num_weight_bytes, "workspace": _workspace_bytes(model, workspace)}
     if device.type == "cuda":
         tensor = None if groups is None else groups.tensor
-        if place.pp_size == 1:  # a stage alone has no beginning or no end
+        if can_capture:  # a stage lacks a beginning or an end; ranks that share a GPU may be threads of one process
             with nullcontext() if tensor is None else tensor.silent():
                 compile_steps(
                     model,
