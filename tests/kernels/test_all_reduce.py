@@ -1,7 +1,12 @@
 """The one-shot all-reduce, its ranks played one after the other over buffers of one process: every rank publishes, then
-every rank sums. Between real GPUs it is shown by tests/engine/parallel/test_one_shot_gpus.py."""
+every rank sums. Between real GPUs it is shown by tests/engine/parallel/test_two_gpus.py."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from manta.kernels.all_reduce import (
     arena_bytes,
     one_shot_plan,
 )
+from tests.kernels import sum_process
 
 TILES = SumTiles(programs=3, block=128, num_warps=4)
 
@@ -87,6 +93,29 @@ def test_a_rank_that_never_publishes_is_waited_for_until_the_abort_word_is_writt
     memory[0][0] = 1
     all_reduce(torch.ones(9, device=device), arenas[0])  # comes back
     assert arenas[0].epochs.tolist() == [1] * TILES.programs
+
+
+def test_ranks_that_run_at_once_wait_for_each_other_and_never_mix_two_sums(tmp_path: Path):
+    if not runtime.INTERPRETED:
+        pytest.skip(
+            "the interpreter's processes share host memory; for GPUs see tests/engine/parallel/test_two_gpus.py"
+        )
+    num_ranks, file = 2, tmp_path / "arenas"
+    file.write_bytes(bytes(4 * sum_process.file_words(num_ranks)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.sum_process", str(rank), str(num_ranks), str(file)],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=300)
+        assert rank.returncode == 0, said
 
 
 def test_nothing_goes_this_way_where_nothing_was_measured():
