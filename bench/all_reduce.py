@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 HOST = "127.0.0.1"
-WAIT_S = 240.0
+WAIT_S = 90.0
 """For a rank's answer: kernels compile, and NCCL connects."""
 
 
@@ -74,14 +74,19 @@ def run(
     num_ranks = _num_ranks(num_gpus, on_cpu)
     sizes = sizes or (ON_CPU if on_cpu else Sizes())
     say = sayer(console)
-    times, about = _measure(num_ranks, sizes, on_cpu, say)
+    times: Times = {}
+    about, failure = "", None
+    try:
+        about = _measure(num_ranks, sizes, on_cpu, say, times)
+    except EngineFailed as error:  # what was measured before is in the file
+        failure = error
     figures = {
         f"{what.replace(' ', '_')}_{_size_name(size)}_us": seconds * 1e6
         for what, by_size in times.items()
         for size, seconds in by_size.items()
     }
     entry = None
-    if not on_cpu:
+    if not on_cpu and failure is None:
         entry = table_entry(times, asdict_of_tiles=tile_names())
         figures["one_shot_max_bytes"] = float(entry["one_shot_max_bytes"])
         figures |= _link_figures(times, entry, num_ranks, about)
@@ -90,11 +95,17 @@ def run(
         model={"num_ranks": num_ranks, "device": about, "dtype": sizes.dtype},
         workload=asdict(sizes),
         figures=figures,
-        details={"table_entry": entry, "checked": "each sum equals the reference's, with the same bits on every rank"},
+        details={
+            "table_entry": entry,
+            "checked": "before it is timed, each sum equals the reference's, with the same bits on every rank",
+            "failure": None if failure is None else str(failure),
+        },
     )
     if table is not None and entry is not None:
         write_entry(table, num_ranks, entry)
     report.finish(console, json_path)
+    if failure is not None:
+        raise failure
     return report
 
 
@@ -102,6 +113,9 @@ def table_entry(times: Mapping[str, Mapping[int, float]], *, asdict_of_tiles: Ma
     """What kernels/all_reduce reads: the tiles that are fastest on the whole in graphs, and up to which size they are
     ahead of NCCL, from the smallest size on."""
     nccl = times["nccl graph"]
+    usual = next(iter(asdict_of_tiles))
+    if f"{usual} graph" not in times:  # the GPUs cannot read each other's memory
+        return {"tiles": asdict_of_tiles[usual], "one_shot_max_bytes": 0}
     shared = set(nccl)
     for name in asdict_of_tiles:
         shared &= set(times[f"{name} graph"])
@@ -141,8 +155,8 @@ def _num_ranks(num_gpus: int | None, on_cpu: bool) -> int:
     return wanted
 
 
-def _measure(num_ranks: int, sizes: Sizes, on_cpu: bool, say: Say) -> tuple[Times, str]:
-    """The slowest rank's times, and the device's name."""
+def _measure(num_ranks: int, sizes: Sizes, on_cpu: bool, say: Say, times: Times) -> str:
+    """Enters the slowest rank's times. Returns the device's name."""
     context = multiprocessing.get_context("spawn")
     gang_id = new_gang_id()
     pipes, processes = [], []
@@ -157,7 +171,7 @@ def _measure(num_ranks: int, sizes: Sizes, on_cpu: bool, say: Say) -> tuple[Time
         pipes.append(ours)
         processes.append(process)
     try:
-        return _collect(pipes, say)
+        return _collect(pipes, say, times)
     finally:
         for process in processes:
             process.join(10)
@@ -166,8 +180,7 @@ def _measure(num_ranks: int, sizes: Sizes, on_cpu: bool, say: Say) -> tuple[Time
                 process.join()
 
 
-def _collect(pipes: Sequence[Any], say: Say) -> tuple[Times, str]:
-    times: Times = {}
+def _collect(pipes: Sequence[Any], say: Say, times: Times) -> str:
     while True:
         messages = []
         for rank, pipe in enumerate(pipes):
@@ -180,7 +193,7 @@ def _collect(pipes: Sequence[Any], say: Say) -> tuple[Times, str]:
             if isinstance(messages[-1], Exception):
                 raise EngineFailed(f"Rank {rank} of the benchmark failed: {messages[-1]}")
         if isinstance(messages[0], str):
-            return times, messages[0]
+            return messages[0]
         what, size, _ = messages[0]
         slowest = max(seconds for _, _, seconds in messages)
         times.setdefault(what, {})[size] = slowest
@@ -234,10 +247,12 @@ class _RankBench:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):  # captures need one of their own
             self._sweep("nccl", self._library, sizes.num_bytes)
             for number, (name, tiles) in enumerate(tile_names().items()):
-                self._one_shot(name, number, SumTiles(**tiles))
+                if not self._one_shot(name, number, SumTiles(**tiles)):
+                    break
         self._groups.abort()
 
-    def _one_shot(self, name: str, number: int, tiles: SumTiles) -> None:
+    def _one_shot(self, name: str, number: int, tiles: SumTiles) -> bool:
+        """Whether the ranks could open each other's memory."""
         import torch
         from torch._C._distributed_c10d import PrefixStore
 
@@ -248,8 +263,8 @@ class _RankBench:
         store = PrefixStore(f"bench/{number}", self._store)
         place = self._place
         one_shot = open_one_shot(place.rank, place.world_size, store, self._device, max_bytes=most, tiles=tiles)
-        if one_shot is None:
-            raise EngineFailed("GPU memory cannot be shared between the ranks; a warning above says why")
+        if one_shot is None:  # a warning says why
+            return False
         fitting = [size for size in sizes.num_bytes if size <= most]
         self._sweep(name, one_shot, fitting)
         if not number:  # with the residual that the decoder adds behind each sum, beside what it does without us
@@ -268,6 +283,7 @@ class _RankBench:
         self._meet()
         one_shot.close()
         self._meet()
+        return True
 
     def _sweep(
         self, what: str, call: Callable[[torch.Tensor], None], sizes: Sequence[int], *, checks: bool = True
@@ -347,7 +363,7 @@ def _link_figures(times: Times, entry: Mapping[str, Any], num_ranks: int, device
     """Latency and rate of the way that sums take in graphs, as engine/hardware.Link has them, and how far the model's
     own are off."""
     name = next(name for name, tiles in tile_names().items() if tiles == entry["tiles"])
-    ours = {size: s for size, s in times[f"{name} graph"].items() if size <= entry["one_shot_max_bytes"]}
+    ours = {size: s for size, s in times.get(f"{name} graph", {}).items() if size <= entry["one_shot_max_bytes"]}
     taken = times["nccl graph"] | ours
     passes = 2 * (num_ranks - 1) / num_ranks
     smallest, largest = min(taken), max(taken)

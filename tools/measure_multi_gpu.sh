@@ -22,7 +22,7 @@ num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$num_gpus" -ge 2 ] || { echo "two NVIDIA GPUs are needed, and nvidia-smi lists $num_gpus" >&2; exit 2; }
 mkdir -p "$out"
 table=kernels/tuned/nvidia_h200.json
-tests=(-q -rs -m multi_gpu -p no:benchmark -o faulthandler_timeout=100 --durations=10)
+tests=(-q -rs -W default -m multi_gpu -p no:benchmark -o faulthandler_timeout=100 --durations=10)
 model=(--model llama-3.1-8b-dummy --set max_model_len=40960)
 failed=0
 

@@ -21,8 +21,13 @@ logger = logging.getLogger(__name__)
 _ABORT_S = 10.0
 """How long giving a group up may take: NCCL waits until the graphs that hold its collectives are gone."""
 
-_LEFT_TO_THE_WATCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read when a group is made. Errors and time-outs end no process; what was set from outside stays."""
+_LEFT_TO_THE_WATCH = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
+"""Read when a group is made: errors and time-outs end no process, no record is kept of each collective, which costs the
+host time. What was set from outside stays."""
 
 
 def nccl_group(store: Store, rank: int, size: int, device: torch.device, *, timeout: timedelta) -> Any:

@@ -32,6 +32,11 @@ def test_no_size_is_taken_where_nccl_is_ahead_from_the_start():
     assert found["one_shot_max_bytes"] == 0
 
 
+def test_gpus_that_cannot_read_each_other_s_memory_leave_all_sizes_to_nccl():
+    found = all_reduce.table_entry({"nccl graph": {8: 5.0}}, asdict_of_tiles=TILES)
+    assert found == {"tiles": TILES["one_shot"], "one_shot_max_bytes": 0}
+
+
 def test_an_entry_stands_beside_those_of_other_operations_and_numbers_of_gpus(tmp_path: Path):
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps({"linear": {"a": 1}, "all_reduce": {"4": {"one_shot_max_bytes": 1}}}))

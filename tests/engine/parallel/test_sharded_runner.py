@@ -44,9 +44,10 @@ class Own:
 
 
 def test_a_step_that_ends_because_its_exchange_was_given_up_has_no_result():
-    watch = Watch()
-    parts: Any = Own(watch), Link(), watch
-    runner = ShardedRunner(*parts, StepClock(), samples_here=True)
+    watch: Any = Watch()
+    own: Any = Own(watch)
+    link: Any = Link()
+    runner = ShardedRunner(own, link, watch, StepClock(), samples_here=True)
     handle = runner.launch(StepPlan(0, [], [], []))
     with pytest.raises(EngineFailed, match="Rank 1 is gone"):
         handle.result()
