@@ -4,6 +4,7 @@
 #   tools/measure_multi_gpu.sh [--out FOLDER] [--python PYTHON] probe | all-reduce | ranks | kv | engine | handoff | 70b |
 #                              gang | pools ...
 # Without parts: all of them, in this order. None of it has run on two GPUs yet: the limits are guesses.
+# Before that, on one GPU of the kind: `tune` finds configurations for what a rank of two computes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # NVLink multicast is not used, and a program that does can disturb other users of the host.
@@ -19,7 +20,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || set -- probe all-reduce ranks kv engine handoff 70b gang pools
 num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-[ "$num_gpus" -ge 2 ] || { echo "two NVIDIA GPUs are needed, and nvidia-smi lists $num_gpus" >&2; exit 2; }
+[ "$num_gpus" -ge 2 ] || [ "$*" = tune ] || { echo "two NVIDIA GPUs are needed, and nvidia-smi lists $num_gpus" >&2; exit 2; }
 mkdir -p "$out"
 table=kernels/tuned/nvidia_h200.json
 tests=(-q -rs -W default -m multi_gpu -p no:benchmark -o faulthandler_timeout=100 --durations=10)
@@ -53,6 +54,8 @@ for part in "$@"; do
   started=$SECONDS
   log="$out/multi-$part.log"
   case "$part" in
+    tune) within 590 "$python" -m manta bench kernels --tune linear_ranks,attention_decode_ranks --write "$table" \
+      && cp "$table" "$out/tuned-nvidia_h200.json" ;;
     probe) export -f probe; export python; within 60 bash -c probe ;;
     all-reduce)
       within 200 "$python" -m manta bench all-reduce --num-gpus 2 --json "$out/all-reduce.json" --write "$table" \
@@ -74,7 +77,7 @@ for part in "$@"; do
         --json "$out/engine-llama70b-bf16-tp2.json" ;;
     gang) within 300 "$python" -m pytest "${tests[@]}" -s tests/replicas/test_gang.py ;;
     pools) within 300 "$python" -m pytest "${tests[@]}" tests/replicas/test_pools_serve.py ;;
-    *) echo "unknown part $part: probe, all-reduce, ranks, kv, engine, handoff, 70b, gang or pools" >&2; exit 2 ;;
+    *) echo "unknown part $part: tune, probe, all-reduce, ranks, kv, engine, handoff, 70b, gang or pools" >&2; exit 2 ;;
   esac 2>&1 | tee "$log"
   code=${PIPESTATUS[0]}
   echo "== $part: $([ "$code" -eq 0 ] && echo ok || echo "FAILED ($code)"), $((SECONDS - started)) s"
