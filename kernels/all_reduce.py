@@ -80,11 +80,15 @@ def one_shot_plan(num_ranks: int, device: torch.device) -> tuple[SumTiles, int]:
 
 
 def all_reduce_reference(parts: Sequence[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of all ranks' parts, and of `residual` behind them, in fp32; rounded once."""
+    """The sum of all ranks' parts, in fp32 and rounded; then with `residual`, in fp32 and rounded again.
+
+    So it is the same whether the residual is added here or by itself: how many rows a step has may decide that.
+    """
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
-    return (total if residual is None else total + residual.float()).to(parts[0].dtype)
+    total = total.to(parts[0].dtype)
+    return total if residual is None else (total.float() + residual.float()).to(total.dtype)
 
 
 def all_reduce(
@@ -189,6 +193,7 @@ def _all_reduce_kernel(
                 slot = tl.multiple_of((tl.load(addresses_ptr + rank) + slot_offset).to(element), 16)
                 total += tl.load(slot + index, mask=mask, cache_modifier=".cg").to(tl.float32)
             if ADDS:
-                total += tl.load(out_ptr + index, mask=mask).to(tl.float32)
+                rounded = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+                total = rounded + tl.load(out_ptr + index, mask=mask).to(tl.float32)
             tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(epochs_ptr + pid, epoch)

@@ -62,6 +62,7 @@ def test_a_residual_takes_the_sum_and_the_part_stays(device: torch.device, dtype
     found, before = [residual.clone() for _ in parts], [part.clone() for part in parts]
     on_all_ranks(parts, arenas, found)
     assert all(torch.equal(one, all_reduce_reference(parts, residual)) for one in found)
+    assert torch.equal(found[0], residual + all_reduce_reference(parts)), "as if it were added by itself"
     assert all(torch.equal(part, was) for part, was in zip(parts, before, strict=True))
 
 
