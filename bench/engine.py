@@ -168,6 +168,8 @@ def _yardsticks(config: EngineConfig, core: EngineCore, sizes: Sizes) -> Yardsti
         dtype=core.info.dtype,
         device=device_name(core.info.device),
         are_usual_sizes=fixed(sizes) == fixed(Sizes()),
+        tp=config.parallel.tp_size,
+        pp=config.parallel.pp_size,
     )
 
 

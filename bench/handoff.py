@@ -1,12 +1,14 @@
-"""`manta bench handoff`: what it costs to prefill in one engine and decode in another, on one device. Knows no Ray.
+"""`manta bench handoff`: what it costs to prefill in one engine and decode in another. Knows no Ray.
 
 Three measurements. Transfer: blocks of a prompt between two processes that do nothing else, over each transport.
 TTFT: a lone prompt that one engine prefills and the other decodes, beside one engine that does both. ITL: running
 decodes while long prompts arrive, in a decode engine beside a prefill engine and in one engine with chunked prefill,
 with the same share of the device's memory in all.
 
-Both engines share one device here, so prefill still takes its time from decode: the kernels of two processes take
+On one device both engines share it, so prefill still takes its time from decode: the kernels of two processes take
 turns. What it shows is the cost of a hand-over and how evenly turns are taken, not what a GPU of its own would give.
+With two devices each engine has one to itself, and the engine with chunked prefill stands for one of two equal ones: it
+gets half of the decodes, and long prompts half as often.
 """
 
 from __future__ import annotations
@@ -111,10 +113,12 @@ def run(
     prompt_lens: Sequence[int] | None = None,
     duration_s: float | None = None,
     repeats: int | None = None,
+    devices: Sequence[str] | None = None,
     json_path: Path | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Measure in processes that are started for this. Sizes that are None follow from the device.
+    """Measure in processes that are started for this. Sizes that are None follow from the device. `devices`: of
+    prefill and of decode; None: one for both.
 
     Raises ConfigError, or EngineFailed when a process ends or a hand-over was computed again.
     """
@@ -128,7 +132,9 @@ def run(
         duration_s=duration_s or sizes.duration_s,
         repeats=repeats or sizes.repeats,
     )
-    bench = HandoffBench(config, sizes, on_cpu, sayer(console))
+    if devices is not None and len(devices) != 2:
+        raise ConfigError(f"devices = {','.join(devices)!r}: must be two, as in cuda:0,cuda:1", field="devices")
+    bench = HandoffBench(config, sizes, on_cpu, sayer(console), devices)
     for part in PARTS:
         if part in parts:
             bench.figures |= getattr(bench, part)()
@@ -142,7 +148,16 @@ def run(
 class HandoffBench:
     """The measurements, each a method that returns figures."""
 
-    def __init__(self, config: EngineConfig, sizes: Sizes, on_cpu: bool, say: Say) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        sizes: Sizes,
+        on_cpu: bool,
+        say: Say,
+        devices: Sequence[str] | None = None,
+    ) -> None:
+        """`devices`: of prefill and of decode."""
+        self._devices = devices
         self.figures: dict[str, float] = {}
         self.model: dict[str, Any] = {}
         self._on_cpu = on_cpu
@@ -188,7 +203,7 @@ class HandoffBench:
         figures: dict[str, float] = {}
         with closing(self._engine(self._config)) as one:
             self.model = self.model or describe_engine(self._config, one.about)
-            figures |= self._mixed("chunked", one, one)
+            figures |= self._mixed("chunked", one, one, share=1.0 if self._devices is None else 0.5)
         name = next(iter(dict(self._transports())))
         with self._pair(dict(self._transports())[name]) as (prefill, decode):
             figures |= self._mixed("pd", prefill, decode)
@@ -197,7 +212,9 @@ class HandoffBench:
     def notes(self) -> list[str]:
         """What the figures do not show, for the report."""
         found = [
-            "two engines share one device: their kernels take turns, prefill takes its time from decode",
+            "two engines share one device: their kernels take turns, prefill takes its time from decode"
+            if self._devices is None
+            else "each engine has a device; chunked is one of two equal engines, with half of the load",
             "no edge, channel or router: times are taken at the engines, a request's second submission comes from "
             "this benchmark",
             "prefix caching is off, so that every prompt is computed and moved whole",
@@ -216,11 +233,12 @@ class HandoffBench:
         block_size = self._config.cache.block_size or (16 if self._on_cpu else 64)
         num_blocks = -(-max(self._sizes.prompt_lens) // block_size)
         dtype = self._dtype(self._shape)
-        device = "cpu" if self._on_cpu else "cuda:0"
-        order = CacheOrder(self._shape, dtype, device, block_size, num_blocks, gpu_sharing, seed=1)
+        first, second = self._devices or (("cpu",) * 2 if self._on_cpu else ("cuda:0",) * 2)
+        order = CacheOrder(self._shape, dtype, first, block_size, num_blocks, gpu_sharing, seed=1)
+        empty = replace(order, device=second, seed=0)
         with ExitStack() as stack:
             source: Child[KvPeer] = stack.enter_context(closing(Child(run_endpoint, order)))
-            target: Child[KvPeer] = stack.enter_context(closing(Child(run_endpoint, replace(order, seed=0))))
+            target: Child[KvPeer] = stack.enter_context(closing(Child(run_endpoint, empty)))
             for length in self._sizes.prompt_lens:
                 block_ids = list(range(-(-length // block_size)))
                 times = [self._transfer(source, target, length, block_ids) for _ in range(self._sizes.repeats + 1)]
@@ -270,6 +288,12 @@ class HandoffBench:
         """(prefill, decode): together they have what one engine would have of the device's memory."""
         cache, share = self._config.cache, self._sizes.decode_share
         config = with_overrides(self._config, {"cache.kv_gpu_sharing": gpu_sharing})
+        if self._devices is not None:
+            of_prefill, of_decode = (with_overrides(config, {"device": device}) for device in self._devices)
+            with closing(self._engine(of_decode)) as decode, closing(self._engine(of_prefill)) as prefill:
+                self.model = self.model or describe_engine(config, decode.about)
+                yield prefill, decode
+            return
         # The first counts what is used on the device when it starts, and so does the second, which sees the first.
         first = {
             "cache.memory_fraction": cache.memory_fraction * share,
@@ -322,21 +346,23 @@ class HandoffBench:
         drive.check_handed_over(before, 1)
         return request
 
-    def _mixed(self, name: str, prefill: Engine, decode: Engine) -> dict[str, float]:
-        """Long prompts beside running decodes; those begin where they run and are not handed over."""
+    def _mixed(self, name: str, prefill: Engine, decode: Engine, *, share: float = 1.0) -> dict[str, float]:
+        """Long prompts beside running decodes; those begin where they run and are not handed over. `share`: of the
+        load."""
         sizes = self._sizes
+        num_decodes, interval_s = max(1, int(sizes.num_decodes * share)), sizes.interval_s / share
         drive = _Drive(prefill, decode)
         # Enough tokens that no decode ends before the last long prompt has.
         decodes = [
             drive.submit(self._prompt(sizes.decode_prompt_len), self._room(sizes.decode_prompt_len), begins_there=True)
-            for _ in range(sizes.num_decodes)
+            for _ in range(num_decodes)
         ]
         drive.run_until(lambda: all(request.times_s for request in decodes))
         drive.run_for(sizes.settle_s)
         before, begin_s = drive.snapshot(), time.monotonic()
         long = []
-        for number in range(max(1, int(sizes.duration_s / sizes.interval_s))):
-            drive.run_for(begin_s + number * sizes.interval_s - time.monotonic())
+        for number in range(max(1, int(sizes.duration_s / interval_s))):
+            drive.run_for(begin_s + number * interval_s - time.monotonic())
             long.append(drive.submit(self._prompt(sizes.long_prompt_len), sizes.long_answer_len))
         drive.run_until(lambda: all(request.is_finished for request in long))
         end_s = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -17,7 +17,7 @@ from manta.kernels import decode_schedule
 from manta.kernels.decode_schedule import DecodeConfig, DecodeShape, PrefixTiles
 
 from .kernel_decode import OWN_TOKENS, DecodeBatch, make_batch, mixed_lengths
-from .kernel_timing import MODELS, ModelShape, Peaks, time_us
+from .kernel_timing import MODELS, RANKS_OF_TWO, ModelShape, Peaks, time_us
 
 COMPILERS = 12
 """Processes that compile candidates before any is timed."""
@@ -62,10 +62,20 @@ def cases() -> dict[int, list[list[int]]]:
 
 
 def tune(peaks: Peaks, device: torch.device) -> dict[str, Any]:
+    """`tune_models` for all `MODELS`."""
+    return tune_models(MODELS, peaks, device)
+
+
+def tune_ranks(peaks: Peaks, device: torch.device) -> dict[str, Any]:
+    """The same for ranks that share layers."""
+    return tune_models(RANKS_OF_TWO, peaks, device)
+
+
+def tune_models(models: Sequence[ModelShape], peaks: Peaks, device: torch.device) -> dict[str, Any]:
     """Per shape a list of entries with `rows`, the most that it is for, and the shares of the floor that it reached."""
-    compile_ahead()
+    compile_ahead(models)
     found: dict[str, Any] = {}
-    for model in MODELS:
+    for model in models:
         entries: list[dict[str, Any]] = []
         for num_seqs, all_lengths in cases().items():
             batches = [make_batch(model, lengths, device) for lengths in all_lengths]
@@ -189,10 +199,10 @@ def forced_prefix(tiles: PrefixTiles) -> Iterator[None]:
         decode_schedule.prefix_tiles = usual
 
 
-def compile_ahead() -> None:
+def compile_ahead(models: Sequence[ModelShape]) -> None:
     """Fill Triton's cache from many processes with all that tuning may time."""
     jobs: dict[tuple[Any, ...], tuple[ModelShape, int, DecodeConfig]] = {}
-    for model in MODELS:
+    for model in models:
         for num_seqs in cases():
             start = decode_schedule.default_config(num_seqs, shape_of(model), 132)
             for merges_apart in (False, True):

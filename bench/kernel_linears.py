@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,12 @@ class Layer:
     kind: str
     n_size: int
     k_size: int
+    is_behind_norm: bool = True
+    """Unless it is an add, which never is."""
+
+    @property
+    def has_norm(self) -> bool:
+        return self.is_behind_norm and self.kind != "add"
 
     @property
     def out_size(self) -> int:
@@ -58,6 +64,14 @@ def layers_of(model: ModelShape) -> list[Layer]:
     ]
 
 
+def rank_layers_of(model: ModelShape) -> list[Layer]:
+    """The same for a rank of several, which adds nothing by itself: its part of a sum goes to the others first."""
+    return [
+        replace(layer, kind="plain", is_behind_norm=False) if layer.kind == "add" else layer
+        for layer in layers_of(model)
+    ]
+
+
 class Operands:
     """Inputs of one layer for up to `max_rows` rows, weights in as many copies as pass over the L2 cache."""
 
@@ -65,7 +79,7 @@ class Operands:
         self.layer = layer
         self._x = random(device, max_rows, layer.k_size)
         self._residual = random(device, max_rows, layer.n_size) if layer.kind == "add" else None
-        self._norm_weight = random(device, layer.k_size) if layer.kind != "add" else None
+        self._norm_weight = random(device, layer.k_size) if layer.has_norm else None
         copies = copies or num_rotations(2 * layer.n_size * layer.k_size)
         self._weights = [random(device, layer.n_size, layer.k_size) * layer.k_size**-0.5 for _ in range(copies)]
 

@@ -21,8 +21,8 @@ from manta.kernels.gemm_skinny import SkinnyTiles, padded_rows
 from manta.kernels.gemv import GemvTiles
 
 from .kernel_candidates import candidates, fits
-from .kernel_linears import DETERMINISTIC_ROWS, EPS, HEAD_ROWS, Layer, Operands, layers_of
-from .kernel_timing import MODELS, Peaks, time_us
+from .kernel_linears import DETERMINISTIC_ROWS, EPS, HEAD_ROWS, Layer, Operands, layers_of, rank_layers_of
+from .kernel_timing import MODELS, RANKS_OF_TWO, Peaks, time_us
 
 TUNED_ROWS = (1, 2, 4, 8, 16, 32, 48, *range(64, 256, 16), *range(256, 1024, 32), 1024, 2048, 4096, 8192)
 """As decode steps are padded: what the library takes changes from one number of rows to the next."""
@@ -46,12 +46,28 @@ COMPILERS = 12
 
 
 def tune(peaks: Peaks, device: torch.device, timings: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The table "linear" of this device for all `MODELS`: the fastest right candidate for each layer and row bucket.
+    """Entries of the table "linear" for all `MODELS`."""
+    del peaks
+    table = tune_layers([layer for model in MODELS for layer in layers_of(model)], device, timings)
+    compare_deterministic(device)
+    return table
+
+
+def tune_ranks(peaks: Peaks, device: torch.device) -> dict[str, Any]:
+    """Entries of the same table for ranks that share layers."""
+    del peaks
+    return tune_layers([layer for model in RANKS_OF_TWO for layer in rank_layers_of(model)], device)
+
+
+def tune_layers(
+    chosen: Sequence[Layer], device: torch.device, timings: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The fastest right candidate for each layer and row bucket.
 
     The library stays where nothing beats it by more than 2 %, and a bucket keeps its smaller neighbour's configuration
     where that is within 1 %. `timings` receives every measurement.
     """
-    layers = {f"{layer.kind} {layer.n_size}x{layer.k_size}": layer for model in MODELS for layer in layers_of(model)}
+    layers = {f"{layer.kind} {layer.n_size}x{layer.k_size}": layer for layer in chosen}
     buckets = {key: buckets_of(layer) for key, layer in layers.items()}
     failed = compile_all(layers, buckets, device)
     table: dict[str, Any] = {}
@@ -68,7 +84,6 @@ def tune(peaks: Peaks, device: torch.device, timings: list[dict[str, Any]] | Non
         print(f"{key}: {time.monotonic() - begin:.0f} s", flush=True)
         del operands
         torch.cuda.empty_cache()
-    compare_deterministic(device)
     return table
 
 
@@ -167,7 +182,7 @@ def variant(layer: Layer, rows: int, tiles: linear.Tiles) -> str:
     width = padded_rows(rows) if isinstance(tiles, SkinnyTiles) else 0
     if isinstance(tiles, GemmTiles):
         tiles = replace(tiles, programs=1)
-    return f"{layer.kind} {layer.kind != 'add'} {width} {layer.k_size % tiles.block_k == 0} {tiles}"
+    return f"{layer.kind} {layer.has_norm} {width} {layer.k_size % tiles.block_k == 0} {tiles}"
 
 
 def compile_all(layers: dict[str, Layer], buckets: dict[str, list[int]], device: torch.device) -> set[str]:
@@ -196,7 +211,7 @@ def compile_one(job: tuple[Layer, int, linear.Tiles]) -> str | None:
     device = torch.device("cuda")
     x, weight = (torch.zeros(size, layer.k_size, dtype=torch.bfloat16, device=device) for size in (rows, layer.n_size))
     residual = torch.zeros(rows, layer.n_size, dtype=torch.bfloat16, device=device) if layer.kind == "add" else None
-    norm_weight = x[0] if layer.kind != "add" else None
+    norm_weight = x[0] if layer.has_norm else None
     try:
         linear.apply(tiles, x, weight, norm_weight=norm_weight, eps=EPS, gated=layer.kind == "gated", residual=residual)
         torch.cuda.synchronize()

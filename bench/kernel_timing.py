@@ -50,6 +50,11 @@ LLAMA_8B = ModelShape("8b", hidden=4096, inter=14336, heads=32, kv_heads=8, dim=
 LLAMA_70B_RANK = ModelShape("70b_tp8", hidden=8192, inter=3584, heads=8, kv_heads=1, dim=128, vocab=16032)
 """One rank of Llama-3.1-70B at tensor parallel 8."""
 MODELS = (LLAMA_8B, LLAMA_70B_RANK)
+RANKS_OF_TWO = (
+    ModelShape("8b_tp2", hidden=4096, inter=7168, heads=16, kv_heads=4, dim=128, vocab=64128),
+    ModelShape("70b_tp2", hidden=8192, inter=14336, heads=32, kv_heads=4, dim=128, vocab=64128),
+)
+"""One rank of Llama-3.1-8B and of 70B at tensor parallel 2, tuned by names of their own (`linear_ranks`)."""
 
 
 @dataclass(frozen=True)

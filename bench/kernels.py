@@ -88,7 +88,8 @@ def run(json_path: Path | None = None, *, sections: Sequence[str] | None = None)
 def tune(operations: Sequence[str], path: Path) -> dict[str, Any]:
     """Find the configurations of `operations` on this GPU and enter them in the table at `path`, which is returned.
 
-    What the file says about other operations stays. Raises ConfigError for an unknown operation and without a GPU.
+    What the file says about other operations stays; `linear_ranks` and `attention_decode_ranks` (the shapes of ranks
+    that share layers) also leave other shapes. Raises ConfigError for an unknown operation and without a GPU.
     """
     chosen = _chosen("operation", operations, TUNERS)
     device = _device()
@@ -97,7 +98,8 @@ def tune(operations: Sequence[str], path: Path) -> dict[str, Any]:
         found = find(peaks, device)
         # Read again for each: nothing is lost when a later operation fails.
         table = json.loads(path.read_text()) if path.exists() else {}
-        table[operation] = found
+        name = operation.removesuffix("_ranks")
+        table[name] = (table.get(name, {}) if name != operation else {}) | found
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(table, indent=1) + "\n")
     return json.loads(path.read_text())
@@ -270,7 +272,9 @@ SECTIONS: dict[str, Section] = {
 }
 TUNERS: dict[str, Tuner] = {
     "linear": kernel_linears_tuning.tune,
+    "linear_ranks": kernel_linears_tuning.tune_ranks,
     "attention_decode": kernel_decode_tuning.tune,
+    "attention_decode_ranks": kernel_decode_tuning.tune_ranks,
     "attention_shared_prefix": kernel_decode_tuning.tune_shared_prefix,
     "attention_prefill": kernel_prefill.tune,
     **{scheme.name: partial(kernel_quantized_tuning.tune, scheme.name) for scheme in kernel_quantized.SCHEMES},

@@ -61,11 +61,15 @@ class Yardsticks:
     vllm: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shape: ModelShape, *, dtype: str, device: str, are_usual_sizes: bool) -> Yardsticks:
-        """`device` is its full name; vLLM's figures hold for the usual sizes of the workloads only."""
+    def of(
+        cls, shape: ModelShape, *, dtype: str, device: str, are_usual_sizes: bool, tp: int = 1, pp: int = 1
+    ) -> Yardsticks:
+        """`device` is its full name, of which there are `tp` times `pp`; vLLM's figures are of one, and hold for the
+        usual sizes of the workloads only."""
         hardware = hardware_of(device)
-        model = None if hardware is None else StepTimeModel(shape, hardware, dtype=dtype)
-        return cls(model, vllm_figures(shape, dtype=dtype, device=device) if are_usual_sizes else {})
+        model = None if hardware is None else StepTimeModel(shape, hardware, dtype=dtype, tp=tp, pp=pp)
+        is_comparable = are_usual_sizes and tp * pp == 1
+        return cls(model, vllm_figures(shape, dtype=dtype, device=device) if is_comparable else {})
 
     def headline(self, name: str, value: float, least_work: Sequence[StepShape] = ()) -> Headline:
         """`value` in ms or s, as the name ends; `least_work` as steps, one after the other."""

@@ -72,6 +72,20 @@ def quantized_command(
     kernel_quantized_tuning.run(write, json, time_limit_s=time_limit_s)
 
 
+@bench_app.command("all-reduce")
+def all_reduce_command(
+    num_gpus: Annotated[int | None, typer.Option(help="GPUs of this machine to sum over; default: all.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tables in which to enter the sizes that our kernel takes.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Time sums over GPUs, our one-shot kernel beside NCCL, from 8 KiB to 64 MiB. Needs two GPUs."""
+    from manta.bench import all_reduce
+
+    all_reduce.run(num_gpus=num_gpus, json_path=json, table=write, console=_console())
+
+
 @bench_app.command("engine")
 def engine_command(
     model: Model = "smollm2-135m",
@@ -155,10 +169,14 @@ def handoff_command(
     prompt_lens: Annotated[str | None, typer.Option(metavar="N,N,...", help="Of transfer and ttft, tokens.")] = None,
     duration: Annotated[float | None, typer.Option(help="Of itl: seconds for which long prompts arrive.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Of transfer and ttft.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Of prefill and decode, as cuda:0,cuda:1; default: one for both."),
+    ] = None,
     overrides: Overrides = None,
     json: Json = None,
 ) -> None:
-    """Prefill in one engine, decode in another, on one device: what the hand-over costs, how decodes fare."""
+    """Prefill in one engine, decode in another: what the hand-over costs, how decodes fare."""
     config = engine_config(model, overrides)
 
     from manta.bench import handoff
@@ -169,6 +187,7 @@ def handoff_command(
         prompt_lens=_numbers("--prompt-lens", prompt_lens, int),
         duration_s=duration,
         repeats=repeats,
+        devices=None if devices is None else _names(devices),
         json_path=json,
         console=_console(),
     )

@@ -6,6 +6,7 @@ devices holds as many steps at once as it has stages. One thread owns a core.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from .errors import EngineFailed
 from .parallel.vitals import StepClock
 from .plan import Runner, StepHandle, StepPlan, StepResult
 from .prefix_cache import CacheEvents
@@ -191,9 +193,10 @@ class EngineCore:
         return self._runner.prepare_more()
 
     def close(self) -> None:
-        """Wait for what is in flight and release the device."""
+        """Wait for what is in flight and release the device, also that of an engine that failed."""
         while self._in_flight:
-            self._in_flight.popleft().handle.result()
+            with contextlib.suppress(EngineFailed):  # nobody waits for the result any more
+                self._in_flight.popleft().handle.result()
         self._runner.close()
         if self._handovers is not None:
             self._handovers.close()

@@ -10,7 +10,7 @@ import torch
 
 from .batch import SlotState
 from .cuda_graphs import GraphCapture
-from .decode_step import DecodeBuffers, DecodeOutputs, DecodeStep, Draw, StepKind, padded_sizes
+from .decode_step import DecodeBuffers, DecodeOutputs, DecodeStep, Draw, StepKind, StepShare, padded_sizes
 from .layers.attention import LayerCache
 from .models.decoder import Decoder
 
@@ -29,8 +29,11 @@ class DecodeGraphs:
         decodes_as_prefills: bool,
         capture: GraphCapture | None,
         device: torch.device,
+        share: StepShare | None = None,
     ) -> None:
-        """Without `capture` steps run kernel by kernel, padded all the same (on CPU: tests)."""
+        """Without `capture` steps run kernel by kernel, padded all the same (on CPU: tests). `share`: this rank's of a
+        step's end, where there are others; all of them capture the same steps in the same order."""
+        self._share = share
         self._model = model
         self._caches = caches
         self._state = state
@@ -66,6 +69,7 @@ class DecodeGraphs:
                 block_size=self._block_size,
                 decodes_as_prefills=self._decodes_as_prefills,
                 logits=self._logits_place() if kind.draw is Draw.LOGITS else None,
+                share=self._share,
             )
             self._steps[key] = step.run if self._capture is None else self._captured(self._capture, step, buffers)
         return self._steps[key]

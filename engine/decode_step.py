@@ -7,7 +7,7 @@ block table and the last tokens stay on the device. Knows slots and sizes, no re
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +54,18 @@ class StepKind:
 class DecodeOutputs:
     """At a fixed place on the device: the next step of any size may overwrite them."""
 
-    logits: torch.Tensor | None = None  # [padded rows, vocab], with Draw.LOGITS
+    logits: torch.Tensor | None = None  # [padded rows, vocab], with Draw.LOGITS; [padded rows, 0] where others draw
     token_ids: torch.Tensor | None = None  # [padded rows] int64, with the others
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """What a rank does of a step's end where several ranks hold the layers."""
+
+    draws: bool
+    """Whether tokens are drawn here."""
+    tell: Callable[[torch.Tensor], None]
+    """Replaces token ids [rows] by those of the rank that draws; called by all."""
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -117,10 +127,12 @@ class DecodeStep:
         block_size: int,
         decodes_as_prefills: bool,
         logits: torch.Tensor | None = None,
+        share: StepShare | None = None,
     ) -> None:
         """`logits` [at least the padded rows, vocab]: where Draw.LOGITS leaves them, one place for graphs of all sizes.
-        What a graph returned would stay alive with it."""
+        What a graph returned would stay alive with it. `share`: this rank's of the end (None: all)."""
         self._logits = logits
+        self._share = share
         self._kind = kind
         self._buffers = buffers
         self._model = model
@@ -141,25 +153,34 @@ class DecodeStep:
             torch.clamp_min(inputs.seq_lens, 1, out=self._prefill_lens)
         hidden = self._model.forward(inputs.token_ids, self._batch, self._caches)
         logits = self._model.logits(hidden)
+        draws = self._share is None or self._share.draws
         if self._kind.draw is Draw.LOGITS:
+            if not draws:
+                return DecodeOutputs(logits=logits.new_empty(len(logits), 0))
             assert self._logits is not None
             return DecodeOutputs(logits=self._logits[: len(logits)].copy_(logits))
-        if self._kind.draw is Draw.GREEDY:
-            token_ids = argmax(logits)
-        else:
-            token_ids = sample(
-                logits,
-                tensors["temperature"],
-                tensors["top_k"],
-                tensors["top_p"],
-                tensors["min_p"],
-                tensors["seeds"],
-                inputs.positions + 1,
-                all_greedy=False,
-                need_filter=self._kind.draw is Draw.FILTERED,
-            )
+        token_ids = self._draw(logits) if draws else torch.empty_like(inputs.token_ids)
+        if self._share is not None:
+            self._share.tell(token_ids)
         state.last_token_ids.index_copy_(0, inputs.slots, token_ids)
         return DecodeOutputs(token_ids=token_ids)
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """[padded rows] int64."""
+        if self._kind.draw is Draw.GREEDY:
+            return argmax(logits)
+        tensors = self._buffers.upload.tensors
+        return sample(
+            logits,
+            tensors["temperature"],
+            tensors["top_k"],
+            tensors["top_p"],
+            tensors["min_p"],
+            tensors["seeds"],
+            self._buffers.inputs.positions + 1,
+            all_greedy=False,
+            need_filter=self._kind.draw is Draw.FILTERED,
+        )
 
     def _attention_batch(self) -> AttentionBatch:
         buffers, inputs = self._buffers, self._buffers.inputs

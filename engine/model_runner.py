@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -28,7 +28,7 @@ from .models.decoder import Decoder
 from .parallel.groups import Groups
 from .parallel.layout import ShardLayout
 from .parallel.place import RankPlace
-from .parallel.rank_runner import RankRunner
+from .parallel.rank_runner import RankRunner, share_of
 from .profiling import measure_graph_bytes, measure_peak_bytes, warm_up
 from .runner import ModelRunner, RunnerOptions
 from .weights.load import load_weights
@@ -109,8 +109,9 @@ def build_model_runner(
     check_kv_dtype(config, device)
     layout = CacheLayout.of(shape, block_size=block_size, dtype=dtype, layout=shard, kv_dtype=kv_dtype)
     deterministic = config.execution.deterministic
-    # What ranks exchange goes through the host or a library that is not captured: their steps run eagerly.
-    has_graphs = device.type == "cuda" and config.execution.cuda_graphs and is_alone
+    # What goes through the host, or to another stage, is not captured: steps of such ranks run eagerly.
+    can_capture = is_alone or (groups is not None and groups.can_capture)
+    has_graphs = device.type == "cuda" and config.execution.cuda_graphs and can_capture
 
     if deterministic and device.type == "cuda" and dtype.itemsize == 2:
         check_deterministic(shape, device, shard)
@@ -140,17 +141,19 @@ def build_model_runner(
 
     ledger = {"weights": model.num_weight_bytes, "workspace": _workspace_bytes(model, workspace)}
     if device.type == "cuda":
-        if is_alone:  # compiling runs layers alone and out of order; ranks that share a layer cannot
-            compile_steps(
-                model,
-                layout,
-                max_num_seqs=max_num_seqs,
-                max_model_len=wanted_len,
-                max_num_tokens=max_num_batched_tokens,
-                decode_sizes=sizes_with_own_kernels(max_num_seqs),
-                deterministic=deterministic,
-                device=device,
-            )
+        tensor = None if groups is None else groups.tensor
+        if can_capture:  # a stage lacks a beginning or an end; ranks that share a GPU may be threads of one process
+            with nullcontext() if tensor is None else tensor.silent():
+                compile_steps(
+                    model,
+                    layout,
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=wanted_len,
+                    max_num_tokens=max_num_batched_tokens,
+                    decode_sizes=sizes_with_own_kernels(max_num_seqs),
+                    deterministic=deterministic,
+                    device=device,
+                )
         phases.end("compile")
         with _explained(
             f"a step of scheduler.max_num_batched_tokens = {max_num_batched_tokens} does not fit beside the weights",
@@ -171,6 +174,7 @@ def build_model_runner(
                     max_num_seqs=max_num_seqs,
                     max_padded_tokens=max_num_batched_tokens,
                     device=device,
+                    share=None if groups is None else share_of(groups),
                 )
         ledger["reserve"] = peak_bytes + RESERVE_MARGIN_BYTES
         phases.end("profile")

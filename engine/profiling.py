@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .batch import SlotState
-from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind
+from .decode_step import DecodeBuffers, DecodeStep, Draw, StepKind, StepShare
 from .kv_cache import CacheLayout
 from .models.decoder import Decoder
 from .plan import NewSequence, Row, StepPlan
@@ -59,10 +59,17 @@ def measure_peak_bytes(
 
 @torch.inference_mode()
 def measure_graph_bytes(
-    model: Decoder, layout: CacheLayout, *, max_num_seqs: int, max_padded_tokens: int, device: torch.device
+    model: Decoder,
+    layout: CacheLayout,
+    *,
+    max_num_seqs: int,
+    max_padded_tokens: int,
+    device: torch.device,
+    share: StepShare | None = None,
 ) -> int:
     """Bytes that captured steps hold for good: activations of the largest decode step, its logits and what its draw
-    needs, and activations of the largest step with prefills."""
+    needs, and activations of the largest step with prefills. Ranks of a gang measure together, each with its `share`.
+    """
     state = SlotState.allocate(
         max_num_seqs=max_num_seqs, max_model_len=layout.block_size, block_size=layout.block_size, device=device
     )
@@ -77,6 +84,7 @@ def measure_graph_bytes(
         state=state,
         block_size=layout.block_size,
         decodes_as_prefills=False,
+        share=share,
     )
 
     def run_prefills() -> PrefillGraphs:

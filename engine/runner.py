@@ -28,7 +28,7 @@ from .batch import (
 )
 from .cuda_graphs import GraphCapture
 from .decode_graphs import DecodeGraphs
-from .decode_step import Draw, StepKind
+from .decode_step import Draw, StepKind, StepShare
 from .kv_transfer.messages import KvOrder, KvRange
 from .lanes import StreamLane, WorkerLane
 from .layers.attention import LastRows, LayerCache
@@ -171,15 +171,29 @@ class ModelRunner:
         """Capture the next graph that steps may need."""
         return self._lane.do(self._prepare_next)
 
+    def abort(self) -> None:
+        """Let go what waits for other ranks, which are gone; called by another thread. A lone runner waits for none."""
+
+    def leave(self) -> None:
+        """After `close`: end the connections to other ranks. A lone runner has none."""
+
     def close(self) -> None:
         """Wait for what is in flight and release the device's memory."""
         self._lane.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+        self._drop_graphs()
+        self._caches = []
+
+    def _drop_graphs(self) -> None:
         self._graphs = self._prefill_graphs = None
         self._preparations = iter(())
-        self._caches = []
+
+    @property
+    def _share(self) -> StepShare | None:
+        """What this rank does of the end of padded steps; None: all of it."""
+        return None
 
     def _pad(self, model: Decoder, options: RunnerOptions) -> None:
         capture = GraphCapture() if self._device.type == "cuda" else None
@@ -190,7 +204,12 @@ class ModelRunner:
             "device": self._device,
         }
         self._graphs = graphs = DecodeGraphs(
-            model, self._caches, self._state, decodes_as_prefills=options.deterministic, **common
+            model,
+            self._caches,
+            self._state,
+            decodes_as_prefills=options.deterministic,
+            share=self._share,
+            **common,
         )
         prefills: Iterator[None] = iter(())
         if options.max_padded_tokens:

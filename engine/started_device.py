@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,7 +128,11 @@ def start_gang_device(
         built_at_s = time.monotonic()
         return built[0].runner
 
-    runner = start_gang(seat, build)
+    def on_closed() -> None:
+        built[0].runner.leave()
+        seat.on_closed()
+
+    runner = start_gang(replace(seat, on_closed=on_closed), build, abort=lambda: built[0].runner.abort())
     phases.add("followers", time.monotonic() - built_at_s)
     kv = None if ranks is None else _gang_kv(config, shape, member, built[0], ranks)
     return _built(config, shape, built[0], runner, kv)

@@ -33,6 +33,7 @@ TORCH_FREE_ENGINE = {
 ENVIRONMENT_READERS = {
     # file: why it may touch the environment
     "deploy/settings.py": "the one place where settings come from the environment",
+    "engine/parallel/nccl.py": "tells torch that its watchdog ends no process, which torch takes from nowhere else",
     "kernels/runtime.py": "writes a default that Triton takes from nowhere else, before Triton is used",
 }
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measures everything on a GPU machine, part by part; each part leaves its file even when a later one fails or is cut off.
-#   tools/measure_gpu.sh [--out FOLDER] [--python PYTHON] tests | tune | kernels | engine | trace | profile | serve | tables ...
-# Without parts: all of them, in this order. Seconds on an H200, from a few runs: tests 260, tune 210, kernels 120, engine 400,
+#   tools/measure_gpu.sh [--out FOLDER] [--python PYTHON] tests | tune | kernels | engine | trace | profile | serve | tables |
+#                        multi ...
+# Without parts: all but multi (what needs two GPUs: tools/measure_multi_gpu.sh), in this order. Seconds on an H200, from a few runs: tests 260, tune 210, kernels 120, engine 400,
 # trace 60, profile 60, serve 120.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -38,7 +39,8 @@ for part in "$@"; do
       --set serving.max_queued_requests=1024 --set serving.num_edges=4 --clients 6 \
       --in-process "$out/engine-llama8b-bf16.json" --json "$out/serving-d2.json" ;;
     tables) "$python" -m manta.bench.tables ;;
-    *) echo "unknown part $part: tests, tune, kernels, engine, trace, profile, serve or tables" >&2; exit 2 ;;
+    multi) tools/measure_multi_gpu.sh --out "$out" --python "$python" ;;
+    *) echo "unknown part $part: tests, tune, kernels, engine, trace, profile, serve, tables or multi" >&2; exit 2 ;;
   esac
   code=$?
   echo "== $part: $([ $code -eq 0 ] && echo ok || echo "FAILED ($code)"), $((SECONDS - started)) s"

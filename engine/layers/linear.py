@@ -83,9 +83,7 @@ class RowParallelLinear(Linear):
         self._group = group
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        part = self(x)
-        self._group.all_reduce_(part)
-        residual.add_(part)
+        self._group.add_sum_(residual, self(x))
 
 
 class VocabParallelHead(Linear):

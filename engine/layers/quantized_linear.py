@@ -108,5 +108,4 @@ class QuantizedRowParallelLinear(QuantizedLinear):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         part = self(x) if self._form is not None else self._dequantized(x, self._group.maximum_)
-        self._group.all_reduce_(part)
-        residual.add_(part)
+        self._group.add_sum_(residual, part)

@@ -29,8 +29,11 @@ READY_S = 1800.0
 """How long the others may take once rank 0 is ready: they load the same, from disks that may be slower."""
 
 
-def start_gang(seat: GangSeat, build: Callable[[TCPStore], Runner]) -> ShardedRunner:
-    """The runner of the whole gang, once all its ranks are ready. `build` makes rank 0's own part.
+def start_gang(
+    seat: GangSeat, build: Callable[[TCPStore], Runner], *, abort: Callable[[], None] = lambda: None
+) -> ShardedRunner:
+    """The runner of the whole gang, once all its ranks are ready. `build` makes rank 0's own part; `abort` lets go what
+    that waits for on a GPU when the gang is broken, unless `seat.on_broken` ended the process.
 
     Raises ConfigError or CheckpointError of any rank as they are, EngineFailed when a rank ends or does not come; what
     happens to the gang later is told to `seat.on_broken`.
@@ -38,7 +41,13 @@ def start_gang(seat: GangSeat, build: Callable[[TCPStore], Runner]) -> ShardedRu
     member = seat.member
     store = open_store(member, seat.store_socket)
     is_up = threading.Event()
-    watch = Watch(member, store, lambda reason: seat.on_broken(reason) if is_up.is_set() else None)
+
+    def broken(reason: str) -> None:
+        if is_up.is_set():
+            seat.on_broken(reason)
+            abort()
+
+    watch = Watch(member, store, broken)
     try:
         link = DriverLink(member, store)
 

@@ -7,10 +7,11 @@ Knows places and tensors, no model and no plans; who started the ranks, and on w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -18,10 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from manta.engine.errors import ConfigError
 
-from . import shared_sum
+from . import nccl, shared_sum
+from .exchange import Backend, Exchange
+from .one_shot import OneShotSum, open_one_shot
 from .place import RankPlace
-
-Backend = Literal["nccl", "gloo"]
 
 _TIMEOUT = timedelta(minutes=10)
 """Of one exchange. A rank that died is noticed by others (engine/parallel/watch.py), long before."""
@@ -38,22 +39,62 @@ class AllReduce(Protocol):
 class TensorGroup:
     """The ranks that hold the same layers. Every method is called by all of them, in the same order."""
 
-    def __init__(self, place: RankPlace, exchange: Exchange, all_reduce: AllReduce | None = None) -> None:
+    def __init__(
+        self,
+        place: RankPlace,
+        exchange: Exchange,
+        all_reduce: AllReduce | None = None,
+        one_shot: OneShotSum | None = None,
+    ) -> None:
+        """`all_reduce`: in place of the exchange's own; `one_shot`: in place of either, for what it takes."""
         self.rank = place.tp_rank
         self.size = place.tp_size
         self._exchange = exchange
-        self.all_reduce_: AllReduce = exchange.all_reduce_ if all_reduce is None else all_reduce
+        self._all_reduce: AllReduce = exchange.all_reduce_ if all_reduce is None else all_reduce
+        self._one_shot = one_shot
+        self._is_silent = False
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, nothing is exchanged and results mean nothing, for work that only compiles."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """Replace `x` by the sum of all ranks' `x`, bit for bit the same on each."""
+        if self._is_silent:
+            return
+        if self._one_shot is not None and self._one_shot.takes(x):
+            self._one_shot(x)
+        else:
+            self._all_reduce(x)
+
+    def add_sum_(self, residual: torch.Tensor, part: torch.Tensor) -> None:
+        """residual += the sum of all ranks' `part`, of the same shape, which is used up. `residual` is the same on all
+        ranks, and is so afterwards."""
+        if not self._is_silent and self._one_shot is not None and self._one_shot.takes(part):
+            self._one_shot(part, residual)
+            return
+        self.all_reduce_(part)
+        residual.add_(part)
 
     def maximum_(self, x: torch.Tensor) -> None:
         """Replace `x` by the largest of all ranks' `x`, element by element."""
-        self._exchange.maximum_(x)
+        if not self._is_silent:
+            self._exchange.maximum_(x)
 
     def broadcast_(self, x: torch.Tensor, *, source: int = 0) -> None:
         """Replace `x` by that of the rank `source` of this group."""
-        self._exchange.broadcast_(x, source)
+        if not self._is_silent:
+            self._exchange.broadcast_(x, source)
 
     def gather_vocab(self, logits: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """From [rows, sizes[rank]] on each rank to [rows, sum(sizes)] on rank 0; on the others `logits` as they are."""
+        if self._is_silent:
+            return logits.new_zeros(logits.shape[0], sum(sizes)) if self.rank == 0 else logits
         widest = max(sizes)
         if logits.shape[1] < widest:
             padded = logits.new_zeros(logits.shape[0], widest)
@@ -130,10 +171,33 @@ class Groups:
     everyone: HostGroup | None
     num_on_device: int = 1
     """Ranks on this rank's GPU, itself among them."""
+    nccl_groups: list[Any] = field(default_factory=list)
+    one_shot: OneShotSum | None = None
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a step's exchanges may be part of a CUDA graph: all are kernels, and no stage waits for another."""
+        return self.backend == "nccl" and self.stages is None
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         """The minimum over all ranks of each of `values`."""
         return list(values) if self.everyone is None else self.everyone.smallest(values)
+
+    def abort(self) -> None:
+        """Let go whatever waits on the GPU for other ranks, which may be dead: the results mean nothing then, and the
+        groups are of no more use. May be called by any thread, and again. Exchanges of the host end by themselves when
+        a rank's process does."""
+        if self.one_shot is not None:
+            self.one_shot.abort()
+        nccl.give_up(self.nccl_groups)
+        self.nccl_groups.clear()
+
+    def close(self) -> None:
+        """Give up what is left, once nothing is under way on the GPU and no graph holds an exchange."""
+        nccl.give_up(self.nccl_groups)
+        self.nccl_groups.clear()
+        if self.one_shot is not None:
+            self.one_shot.close()
 
 
 def join_groups(
@@ -157,95 +221,42 @@ def join_groups(
     devices = _devices(place, store, device)
     chosen = _choose_backend(devices, device, backend)
 
+    nccl_groups: list[Any] = []
+
     def joined(name: str, ranks: Sequence[int], kind: Backend, on: torch.device) -> Exchange:
         part = PrefixStore(f"{name}/{ranks[0]}", store)
-        return Exchange(_process_group(kind, part, ranks.index(place.rank), len(ranks), address, on), on, kind)
+        rank, size = ranks.index(place.rank), len(ranks)
+        if kind == "gloo":
+            return Exchange(_gloo_group(part, rank, size, address), on, kind)
+        nccl_groups.append(nccl.nccl_group(part, rank, size, on, timeout=_TIMEOUT))
+        return Exchange(nccl_groups[-1], on, kind)
 
     host = torch.device("cpu")
     everyone = HostGroup(place, joined("everyone", range(place.world_size), "gloo", host))
-    tensor = stages = None
+    tensor = stages = one_shot = None
     if place.tp_size > 1:
         all_reduce = None
-        if shared_sum.can_share(device) and _is_one_node(place, store, address):
-            part = PrefixStore(f"sum/{place.stage_ranks[0]}", store)
+        part = PrefixStore(f"sum/{place.stage_ranks[0]}", store)
+        is_one_node = _is_one_node(place, store, address)
+        if shared_sum.can_share(device) and is_one_node:
             all_reduce = shared_sum.SharedSum(place.tp_rank, place.tp_size, part)
-        tensor = TensorGroup(place, joined("tensor", place.stage_ranks, chosen, device), all_reduce)
+        exchange = joined("tensor", place.stage_ranks, chosen, device)
+        if chosen == "nccl" and is_one_node:
+            one_shot = open_one_shot(place.tp_rank, place.tp_size, part, device)
+        tensor = TensorGroup(place, exchange, all_reduce, one_shot)
     if place.pp_size > 1:
         column = range(place.tp_rank, place.world_size, place.tp_size)
         stages = StageLinks(place, joined("stages", column, chosen, device))
-    return Groups(place, chosen, tensor, stages, everyone, num_on_device=devices.count(devices[place.rank]))
-
-
-class Exchange:
-    """One process group and the device of its tensors; on CUDA without NCCL they are staged through the host."""
-
-    def __init__(self, group: Any, device: torch.device, backend: Backend) -> None:
-        self._group = group
-        self._is_staged = device.type == "cuda" and backend == "gloo"
-
-    def all_reduce_(self, x: torch.Tensor) -> None:
-        """The sum over all ranks, in place."""
-        self._reduce(x, distributed.ReduceOp.SUM)
-
-    def minimum_(self, x: torch.Tensor) -> None:
-        """The least over all ranks, in place."""
-        self._reduce(x, distributed.ReduceOp.MIN)
-
-    def maximum_(self, x: torch.Tensor) -> None:
-        """The largest over all ranks, in place."""
-        self._reduce(x, distributed.ReduceOp.MAX)
-
-    def broadcast_(self, x: torch.Tensor, source: int) -> None:
-        """That of rank `source`, in place."""
-        held = self._staged(x)
-        options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._group.broadcast([held], options).wait()
-        self._give_back(held, x)
-
-    def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor] | None:
-        """All ranks' tensors, of one size, on rank 0; None elsewhere."""
-        held = self._staged(x)
-        is_root = self._group.rank() == 0
-        found = [torch.empty_like(held) for _ in range(self._group.size())] if is_root else []
-        options = distributed.GatherOptions()
-        options.rootRank = 0
-        self._group.gather([found] if is_root else [], [held], options).wait()
-        if not is_root:
-            return None
-        return [part.to(x.device) for part in found] if self._is_staged else found
-
-    def start_send(self, x: torch.Tensor, rank: int, *, tag: int = 0) -> Callable[[], None]:
-        """Returns what waits for the end."""
-        held = self._staged(x.contiguous())
-        work = self._group.send([held], rank, tag)
-
-        def wait(held: torch.Tensor = held) -> None:  # keeps the memory until then
-            work.wait()
-
-        return wait
-
-    def receive_(self, x: torch.Tensor, rank: int, *, tag: int = 0) -> None:
-        """Fill `x`."""
-        held = self._staged(x, copy=False)
-        self._group.recv([held], rank, tag).wait()
-        self._give_back(held, x)
-
-    def _reduce(self, x: torch.Tensor, operation: Any) -> None:
-        held = self._staged(x)
-        options = distributed.AllreduceOptions()
-        options.reduceOp = operation
-        self._group.allreduce([held], options).wait()
-        self._give_back(held, x)
-
-    def _staged(self, x: torch.Tensor, *, copy: bool = True) -> torch.Tensor:
-        if not self._is_staged:
-            return x
-        return x.cpu() if copy else torch.empty(x.shape, dtype=x.dtype)
-
-    def _give_back(self, held: torch.Tensor, x: torch.Tensor) -> None:
-        if self._is_staged:
-            x.copy_(held)
+    return Groups(
+        place,
+        chosen,
+        tensor,
+        stages,
+        everyone,
+        num_on_device=devices.count(devices[place.rank]),
+        nccl_groups=nccl_groups,
+        one_shot=one_shot,
+    )
 
 
 def _is_one_node(place: RankPlace, store: Store, address: str | None) -> bool:
@@ -274,13 +285,7 @@ def _choose_backend(devices: Sequence[str], device: torch.device, asked: Backend
     return asked or ("nccl" if can_nccl else "gloo")
 
 
-def _process_group(kind: Backend, store: Store, rank: int, size: int, address: str | None, device: torch.device) -> Any:
-    if kind == "nccl":
-        nccl: Any = distributed.distributed_c10d.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = _TIMEOUT
-        with torch.cuda.device(device):
-            return nccl(store, rank, size, options)
+def _gloo_group(store: Store, rank: int, size: int, address: str | None) -> Any:
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = _TIMEOUT

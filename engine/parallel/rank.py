@@ -52,6 +52,7 @@ def build_rank(
 
     Raises ConfigError or CheckpointError with a sentence that says what to change.
     """
+    import torch
     from torch.distributed import DistStoreError
 
     from manta.engine.model_runner import build_model_runner, choose_device
@@ -61,6 +62,8 @@ def build_rank(
     device = choose_device(config.device)
     if device.type == "cpu":
         share_cpu(len(member.ranks_on_node))
+    else:
+        torch.cuda.set_device(device)  # before anything makes a context on the first GPU
     backend = member.backend
     assert backend in (None, "nccl", "gloo"), f"no backend is called {backend!r}"
     try:

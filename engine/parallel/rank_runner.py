@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from manta.engine.batch import BatchLayout, StepPlaces
+from manta.engine.decode_step import StepShare
 from manta.engine.layers.attention import LastRows, LayerCache
 from manta.engine.logprobs import Logprobs, project_in_chunks
 from manta.engine.models.decoder import Decoder
@@ -19,6 +20,11 @@ from manta.engine.runner import ModelRunner, Outcome, RunnerOptions
 from manta.engine.sampler import Sampled, SamplingLayout
 
 from .groups import Groups
+
+
+def share_of(groups: Groups) -> StepShare | None:
+    """What a rank does of the end of padded steps, which only ranks of one stage run."""
+    return None if groups.tensor is None else StepShare(groups.place.samples, groups.tensor.broadcast_)
 
 
 class RankRunner(ModelRunner):
@@ -33,10 +39,23 @@ class RankRunner(ModelRunner):
         options: RunnerOptions,
         groups: Groups,
     ) -> None:
-        super().__init__(model, caches, device=device, options=options)
+        self._groups = groups
         self._place = groups.place
         self._tensor = groups.tensor
         self._stages = groups.stages
+        assert not options.pads_decodes or self._stages is None, "steps of stages are not padded"
+        super().__init__(model, caches, device=device, options=options)
+
+    def abort(self) -> None:
+        self._groups.abort()
+
+    def leave(self) -> None:
+        self._drop_graphs()  # NCCL waits until those that hold its collectives are gone
+        self._groups.close()
+
+    @property
+    def _share(self) -> StepShare | None:
+        return share_of(self._groups)
 
     def _result(
         self, outcome: Outcome, batch: BatchLayout, sampling: SamplingLayout, num_top: tuple[int, ...]

@@ -47,6 +47,21 @@ def test_every_part_gives_its_figures_and_every_prompt_is_handed_over(tmp_path: 
     assert any("share one device" in note for note in report.details["notes"])
 
 
+def test_two_devices_have_an_engine_each_and_the_one_engine_half_of_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(handoff, "ON_CPU", SIZES)
+    report = handoff.run(tiny_config(tmp_path), parts=["transfer", "itl"], devices=["cpu", "cpu"])
+    assert report.figures["transfer_host_40_gb_per_s"] > 0
+    assert {"pd_itl_p99_ms", "chunked_itl_p99_ms"} <= set(report.figures)
+    assert any("half of the load" in note for note in report.details["notes"])
+
+
+def test_devices_come_in_pairs(tmp_path: Path):
+    with pytest.raises(ConfigError, match="must be two"):
+        handoff.run(tiny_config(tmp_path), devices=["cuda:0"])
+
+
 def test_a_part_that_there_is_not_is_refused_by_name(tmp_path: Path):
     with pytest.raises(ConfigError, match="nonsense"):
         handoff.run(tiny_config(tmp_path), parts=["nonsense"])

@@ -9,9 +9,9 @@ import torch
 
 from manta.bench import kernel_linears, kernel_linears_tuning, kernel_timing
 from manta.bench.kernel_candidates import SHARED_BYTES, candidates
-from manta.bench.kernel_linears import Layer, Operands, layers_of
+from manta.bench.kernel_linears import Layer, Operands, layers_of, rank_layers_of
 from manta.bench.kernel_linears_tuning import best_piece, entries_of, measure, variant
-from manta.bench.kernel_timing import LLAMA_8B, LLAMA_70B_RANK, MODELS, ModelShape, Peaks
+from manta.bench.kernel_timing import LLAMA_8B, LLAMA_70B_RANK, MODELS, RANKS_OF_TWO, ModelShape, Peaks
 from manta.kernels import linear
 from manta.kernels.gemm import GemmTiles
 from manta.kernels.gemm_skinny import SkinnyTiles
@@ -27,6 +27,18 @@ def test_layers_have_the_models_sizes() -> None:
 
     assert sizes(layers_of(LLAMA_8B)) == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
     assert sizes(layers_of(LLAMA_70B_RANK)) == [(1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584), (16032, 8192)]
+
+
+def test_a_rank_adds_nothing_by_itself_and_norms_nothing_twice() -> None:
+    layers = rank_layers_of(RANKS_OF_TWO[0])
+    found = [(layer.kind, layer.n_size, layer.k_size, layer.has_norm) for layer in layers]
+    assert found == [
+        ("plain", 3072, 4096, True),
+        ("plain", 4096, 2048, False),
+        ("gated", 14336, 4096, True),
+        ("plain", 4096, 7168, False),
+        ("plain", 64128, 4096, True),
+    ]
 
 
 def test_floors_are_bytes_for_few_rows_and_operations_for_many() -> None:

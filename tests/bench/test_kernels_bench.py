@@ -42,6 +42,15 @@ def test_tuning_keeps_other_operations(tmp_path: Path, monkeypatch: pytest.Monke
     assert kernels.tune(["two"], path) == {"one": {"a": 1}, "two": {"b": 2}} == json.loads(path.read_text())
 
 
+def test_tuning_ranks_keeps_other_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"linear": {"plain 1x2": [1]}}))
+    monkeypatch.setattr(kernels, "_device", lambda: CPU)
+    monkeypatch.setattr(kernels, "measure_peaks", lambda device: Peaks(1e12, 1e14))
+    monkeypatch.setattr(kernels, "TUNERS", {"linear_ranks": lambda *_: {"plain 3x4": [2]}})
+    assert kernels.tune(["linear_ranks"], path) == {"linear": {"plain 1x2": [1], "plain 3x4": [2]}}
+
+
 @pytest.fixture
 def num_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Calls are made once and take 2 us; how many there were in each timing."""
@@ -105,7 +114,7 @@ def test_decode_tuning_finds_the_fastest(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernel_timing, "ROTATE_BYTES", 1)
     monkeypatch.setattr(kernel_decode_tuning, "MODELS", (SMALL,))
     monkeypatch.setattr(kernel_decode_tuning, "cases", lambda: {1: [[70]], 4: [[64] * 4, [1, 2, 3, 300]]})
-    monkeypatch.setattr(kernel_decode_tuning, "compile_ahead", lambda: None)
+    monkeypatch.setattr(kernel_decode_tuning, "compile_ahead", lambda models: None)
 
     def time_us(calls: Calls) -> float:
         for call in calls:

@@ -130,7 +130,7 @@ def test_bundled_files_load(name: str) -> None:
 
 
 def test_the_three_promised_files_are_bundled() -> None:
-    assert {"smollm2", "llama-3.1-8b-dummy", "sim-h200"} <= set(bundled())
+    assert {"smollm2", "llama-3.1-8b-dummy", "llama-3.1-70b-dummy", "sim-h200"} <= set(bundled())
 
 
 def test_the_dummy_has_llama_3_1_8b_s_shape() -> None:

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from manta.kernels import (
     activation,
+    all_reduce,
     attention_decode,
     attention_shared_prefix,
     decode_schedule,
@@ -218,6 +219,25 @@ def small_configs(capability: int) -> list[Config]:
     ]  # fmt: skip
 
 
+def all_reduce_configs() -> list[Config]:
+    kernel = all_reduce._all_reduce_kernel
+    types = {
+        "x_ptr": "*{dtype}", "out_ptr": "*{dtype}", "addresses_ptr": "*i64", "epochs_ptr": "*i32",
+        "num_elements": "i32", "slot_bytes": "i32",
+    }  # fmt: skip
+    tiles = all_reduce.SumTiles()
+    return [
+        Config(
+            f"all_reduce-r{num_ranks}{'-adds' if adds else ''}", kernel, types,
+            {"RANK": 1, "NUM_RANKS": num_ranks, "BLOCK_RANKS": num_ranks, "ADDS": adds, "BLOCK": tiles.block,
+             "FLAGS_OFFSET": all_reduce.FLAGS_OFFSET, "SLOTS_OFFSET": all_reduce._slots_offset(num_ranks, tiles),
+             "PHASE": int(all_reduce.Phase.ALL)},
+            tiles.num_warps,
+        )
+        for num_ranks, adds in ((2, False), (2, True), (8, True))
+    ]  # fmt: skip
+
+
 def linear_types(kernel: Any) -> dict[str, str]:
     types = dict.fromkeys(("x_ptr", "weight_ptr", "norm_weight_ptr", "bias_ptr", "out_ptr"), "*{dtype}")
     types |= {"partial_ptr": "*fp32", "counter_ptr": "*i32", "eps": "fp32"}
@@ -288,6 +308,8 @@ def matrix() -> list[Any]:
                 configs += small_configs(capability)
             if dtype == "bf16":
                 configs += merge_configs(capability)
+            if capability == 90:
+                configs += all_reduce_configs()
             if dtype != "fp32":
                 configs += linear_configs(capability)
             if FULL:

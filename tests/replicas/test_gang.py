@@ -1,4 +1,5 @@
-"""A gang of two ranks on Ray Serve (gloo on CPUs): tokens of one rank, seen from outside, and whole or gone."""
+"""A gang of two ranks on Ray Serve, gloo on CPUs or NCCL on two GPUs: tokens of one rank, seen from outside, and whole
+or gone."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ import pytest
 
 from manta import LLM, SamplingParams
 from tests.deploy.test_serve import Served, manta, wait_until
+from tests.gpus import needs_two_gpus
 from tests.replicas.edge.local_server import write_byte_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 PROMPTS = ["The quick brown fox", "jumps over", "the lazy dog"]
 NUM_TOKENS = 200
-MODEL = {"load_format": "dummy", "max_model_len": 512, "cpu_cache_gib": 0.02, "dtype": "float32"}
+MODEL = {"load_format": "dummy", "max_model_len": 512, "dtype": "float32"}
+DEVICE_SIZES: dict[str, dict[str, Any]] = {"cpu": {"cpu_cache_gib": 0.02}, "cuda": {"num_blocks": 64}}
+"""Small: on a GPU another engine has to fit beside the gang."""
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_two_gpus)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    settings = {**MODEL, "served_model_name": "bytes", "tensor_parallel_size": 2}
-    one = Served(*(f"{name}={value}" for name, value in settings.items()), target=str(folder), device="cpu")
+def server(folder: Path, device: str) -> Iterator[Served]:
+    settings = {**MODEL, **DEVICE_SIZES[device], "served_model_name": "bytes", "tensor_parallel_size": 2}
+    one = Served(*(f"{name}={value}" for name, value in settings.items()), target=str(folder), device=device)
     try:
         one.wait_line("Ctrl-C stops it.")
         yield one
@@ -45,9 +54,9 @@ def server(folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
+def expected(folder: Path, device: str) -> list[list[int]]:
     """Of one rank in this process."""
-    llm = LLM(str(folder), device="cpu", **MODEL)
+    llm = LLM(str(folder), device=device, **{**MODEL, **DEVICE_SIZES[device]})
     try:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True))
         return [output.outputs[0].token_ids for output in outputs]
@@ -129,7 +138,7 @@ def test_a_rank_that_dies_or_freezes_takes_its_gang_along_and_the_gang_comes_bac
         struck_at_s = time.monotonic()
         wait_until(lambda: num_ready(server) == 0, timeout_s=10)
         assert time.monotonic() - struck_at_s < 5.0
-        wait_until(lambda: num_ready(server) == 1, timeout_s=60)
+        wait_until(lambda: num_ready(server) == 1, timeout_s=120)
         print(f"rank {rank}, {number.name}: serving again after {time.monotonic() - struck_at_s:.1f} s")
         # Streams that were on their way end as if nothing had happened.
         assert [stream.result() for stream in streams] == expected

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.deploy.test_serve import ROOT, Served, wait_until
+from tests.gpus import needs_two_gpus
 from tests.replicas.edge.server import Server, at_once, eventually
 from tests.replicas.edge.test_cases_model import GOLDEN, assert_golden_tokens, assert_golden_tokens_streamed
 from tests.replicas.test_serve_api import running
@@ -31,9 +32,9 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running(Served(*SETTINGS, target="smollm2-135m", device="cpu")) as one:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_two_gpus)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running(Served(*SETTINGS, target="smollm2-135m", device=request.param)) as one:
         yield one
 
 

@@ -47,6 +47,7 @@ from tests.engine.kv_transfer.kv_gangs import (
 )
 from tests.engine.kv_transfer.kv_process import BLOCK_SIZE, NUM_BLOCKS, SHAPE, KvProcess
 from tests.engine.kv_transfer.pairs import Pair, start
+from tests.gpus import needs_two_gpus
 
 pytestmark = [
     pytest.mark.gpu,
@@ -274,10 +275,21 @@ def begin(source: Any, target: Any, generation: int) -> None:
     source.obey(KvRange(generation, 0, BLOCK_SIZE, False))
 
 
-def test_another_process_sends_from_its_gpu_memory_into_ours():
+two_devices = pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        pytest.param(CUDA, CUDA, id="one GPU"),
+        pytest.param("cuda:0", "cuda:1", id="two GPUs", marks=needs_two_gpus),
+        pytest.param("cuda:1", "cuda:0", id="two GPUs, turned", marks=needs_two_gpus),
+    ],
+)
+
+
+@two_devices
+def test_another_process_sends_from_its_gpu_memory_into_ours(ours: str, theirs: str):
     blocks = random_blocks(SHAPE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)  # what the process holds, too
     empty = nan_blocks(blocks)
-    with KvGang(shards_of(SHAPE), empty, device=CUDA, limits=QUICK) as target, KvProcess(CUDA) as source:
+    with KvGang(shards_of(SHAPE), empty, device=ours, limits=QUICK) as target, KvProcess(theirs) as source:
         num_bytes = 0
         for generation in range(5):
             begin(source, target, generation)
@@ -290,12 +302,13 @@ def test_another_process_sends_from_its_gpu_memory_into_ours():
         assert target.endpoints[0].num_shared_bytes == num_bytes
 
 
-def test_a_process_that_is_killed_while_it_sends_leaves_the_target_unharmed():
+@two_devices
+def test_a_process_that_is_killed_while_it_sends_leaves_the_target_unharmed(ours: str, theirs: str):
     blocks = random_blocks(SHAPE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     empty = nan_blocks(blocks)
-    with KvGang(shards_of(SHAPE), empty, device=CUDA, limits=QUICK) as target:
+    with KvGang(shards_of(SHAPE), empty, device=ours, limits=QUICK) as target:
         for generation in range(0, 6, 2):
-            with KvProcess(CUDA) as source:
+            with KvProcess(theirs) as source:
                 before = target.endpoints[0].num_shared_bytes
                 begin(source, target, generation)
                 source.obey(KvRange(generation, BLOCK_SIZE, NUM_TOKENS - BLOCK_SIZE, False))
@@ -307,16 +320,17 @@ def test_a_process_that_is_killed_while_it_sends_leaves_the_target_unharmed():
                 assert isinstance(event, Failed), event
                 target.obey(KvRevoke(generation))
                 assert target.event() == Revoked(generation)
-            with KvGang(shards_of(SHAPE), blocks, device=CUDA, limits=QUICK) as other:
+            with KvGang(shards_of(SHAPE), blocks, device=ours, limits=QUICK) as other:
                 hand_over(other, target, generation + 1, MANY, MANY, num_tokens=NUM_TOKENS)
                 equal(target.whole(empty), blocks)
 
 
-def test_a_target_that_is_killed_while_we_send_leaves_this_process_unharmed():
+@two_devices
+def test_a_target_that_is_killed_while_we_send_leaves_this_process_unharmed(ours: str, theirs: str):
     blocks = random_blocks(SHAPE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    with KvGang(shards_of(SHAPE), blocks, device=CUDA, limits=QUICK) as source:
+    with KvGang(shards_of(SHAPE), blocks, device=ours, limits=QUICK) as source:
         for generation in range(0, 6, 2):
-            with KvProcess(CUDA) as target:
+            with KvProcess(theirs) as target:
                 begin(source, target, generation)
                 source.obey(KvRange(generation, BLOCK_SIZE, NUM_TOKENS - BLOCK_SIZE, False))
                 target.process.kill()
@@ -325,7 +339,7 @@ def test_a_target_that_is_killed_while_we_send_leaves_this_process_unharmed():
                 assert isinstance(event, Failed), event
                 source.obey(KvStop(generation))
                 assert source.event() == Stopped(generation)
-            with KvProcess(CUDA) as other:
+            with KvProcess(theirs) as other:
                 begin(source, other, generation + 1)
                 source.obey(KvRange(generation + 1, BLOCK_SIZE, NUM_TOKENS, True))
                 assert source.event() == Sent(generation + 1)

@@ -21,7 +21,7 @@ def test_ranks_of_a_stage_have_the_same_sum_in_place(dtype: torch.dtype, is_one_
     def work(place: RankPlace, groups: Groups) -> torch.Tensor:
         assert groups.tensor is not None
         x = torch.arange(6, dtype=dtype).view(2, 3) * (place.tp_rank + 1) + place.pp_rank
-        assert isinstance(groups.tensor.all_reduce_, SharedSum) == is_one_node
+        assert isinstance(groups.tensor._all_reduce, SharedSum) == is_one_node
         groups.tensor.all_reduce_(x)
         return x
 
@@ -30,6 +30,33 @@ def test_ranks_of_a_stage_have_the_same_sum_in_place(dtype: torch.dtype, is_one_
         expected = torch.arange(6, dtype=dtype).view(2, 3) * 6 + 3 * pp_rank
         for x in found[3 * pp_rank : 3 * pp_rank + 3]:
             assert torch.equal(x, expected)
+
+
+def test_a_silent_group_exchanges_nothing_and_keeps_the_shapes():
+    def work(place: RankPlace, groups: Groups) -> None:
+        group = groups.tensor
+        assert group is not None
+        if place.rank == 1:
+            return  # whoever exchanged something would wait for ever
+        x, residual, logits = torch.ones(3), torch.ones(3), torch.ones(2, 4)
+        with group.silent():
+            group.all_reduce_(x)
+            group.add_sum_(residual, x)
+            group.maximum_(x)
+            group.broadcast_(x)
+            assert group.gather_vocab(logits, (4, 3)).shape == (2, 7)
+
+    on_ranks(work, tp_size=2)
+
+
+def test_a_sum_is_added_to_a_residual():
+    def work(place: RankPlace, groups: Groups) -> list[float]:
+        assert groups.tensor is not None
+        residual = torch.tensor([10.0, 20.0])
+        groups.tensor.add_sum_(residual, torch.full((2,), place.rank + 1.0))
+        return residual.tolist()
+
+    assert on_ranks(work, tp_size=3) == [[16.0, 26.0]] * 3
 
 
 def test_logits_of_uneven_parts_meet_on_the_first_rank_without_padding():

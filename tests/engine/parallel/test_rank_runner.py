@@ -5,25 +5,33 @@ Only the processes are missing: scheduler, plans, ring, exchanges between ranks 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from manta.engine.config import EngineConfig
 from manta.engine.core import EngineCore
-from manta.engine.model_runner import BuiltRunner, build_model_runner
+from manta.engine.decode_step import DecodeOutputs, DecodeStep, Draw
+from manta.engine.layers.attention import LayerCache
+from manta.engine.model_runner import BuiltRunner, MakeRunner, build_model_runner
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource
+from manta.engine.models.decoder import Decoder
 from manta.engine.parallel.follower import Follower
 from manta.engine.parallel.groups import Groups
 from manta.engine.parallel.link import DriverLink, FollowerLink
 from manta.engine.parallel.place import RankPlace
+from manta.engine.parallel.rank_runner import RankRunner
 from manta.engine.parallel.sharded_runner import ShardedRunner
 from manta.engine.parallel.vitals import StepClock
 from manta.engine.plan import Runner
 from manta.engine.prefix_cache import BlockHasher, PrefixCache
 from manta.engine.request import EngineRequest, RequestDelta, SamplingParams
+from manta.engine.runner import RunnerOptions
 from manta.engine.scheduler import Scheduler, SchedulerLimits
 from manta.engine.stats import EngineInfo
 from tests.engine.parallel.gangs import LocalStore, members
@@ -37,6 +45,13 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.9, max_tokens=12, seed=3, repetition_penalty=1.2, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=12, seed=4, min_tokens=5, logit_bias={7: 3.0}),
 ]
+PLAIN = [
+    SamplingParams(temperature=0, max_tokens=16, seed=0, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=16, seed=0, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=6, seed=3, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_tokens=10, seed=4, ignore_eos=True),
+]
+"""What ends a step is drawn by the step itself: at first with a filter, then without, in the end the largest."""
 SIZES: dict[str, Any] = {"num_blocks": 14, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 16}
 """Prompts come in chunks; not all of them fit at once with their answers."""
 
@@ -61,10 +76,27 @@ class NoWatch:
         raise error
 
 
-def build(shape: ModelShape, place: RankPlace, groups: Groups | None) -> BuiltRunner:
+def build(
+    shape: ModelShape, place: RankPlace, groups: Groups | None, make_runner: MakeRunner | None = None
+) -> BuiltRunner:
     config = EngineConfig.build("random", device="cpu", dtype="float32", load_format="dummy", **SIZES)
     source = ModelSource("random", "dummy", Path(), None)
-    return build_model_runner(config, source, shape, place=place, groups=groups)
+    return build_model_runner(config, source, shape, place=place, groups=groups, make_runner=make_runner)
+
+
+Build = Callable[[ModelShape, RankPlace, Groups | None], BuiltRunner]
+build_alone = build
+
+
+def build_padded(shape: ModelShape, place: RankPlace, groups: Groups | None) -> BuiltRunner:
+    """A rank whose small steps take the path that CUDA graphs capture."""
+    assert groups is not None
+
+    def make(model: Decoder, caches: list[LayerCache], *, device: torch.device, options: RunnerOptions) -> RankRunner:
+        options = dataclasses.replace(options, pads_decodes=True, max_padded_tokens=SIZES["max_num_batched_tokens"])
+        return RankRunner(model, caches, device=device, options=options, groups=groups)
+
+    return build(shape, place, groups, make_runner=make)
 
 
 def core_of(runner: Runner, built: BuiltRunner, shape: ModelShape, num_micro_batches: int) -> EngineCore:
@@ -92,10 +124,10 @@ def core_of(runner: Runner, built: BuiltRunner, shape: ModelShape, num_micro_bat
     return EngineCore(scheduler, runner, info)
 
 
-def answers(core: EngineCore) -> dict[str, list[RequestDelta]]:
+def answers(core: EngineCore, asked: list[SamplingParams]) -> dict[str, list[RequestDelta]]:
     deltas: dict[str, list[RequestDelta]] = {}
     for round_ in range(2):  # the second finds what the first has left in the cache
-        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        for index, (prompt, params) in enumerate(zip(PROMPTS, asked, strict=True)):
             name = f"{round_}.{index}"
             assert core.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params)) is None
         while core.has_work:
@@ -109,7 +141,13 @@ def answers(core: EngineCore) -> dict[str, list[RequestDelta]]:
 
 
 def answers_of_gang(
-    shape: ModelShape, *, tp: int, pp: int, nodes: tuple[str, ...] = ()
+    shape: ModelShape,
+    *,
+    tp: int,
+    pp: int,
+    nodes: tuple[str, ...] = (),
+    build: Build = build,
+    asked: list[SamplingParams],
 ) -> dict[str, list[RequestDelta]]:
     gang, store = members(tp, pp, nodes=nodes), LocalStore()
 
@@ -124,7 +162,7 @@ def answers_of_gang(
         built = build(shape, place, groups)
         link.wait_for_followers(20, watch.check)
         runner = ShardedRunner(built.runner, link, watch, StepClock(), samples_here=place.samples)
-        return answers(core_of(runner, built, shape, pp))
+        return answers(core_of(runner, built, shape, pp), asked)
 
     return on_ranks(work, tp_size=tp, pp_size=pp)[0]
 
@@ -145,15 +183,43 @@ def test_a_gang_gives_the_answers_of_one_rank(model: dict[str, Any], tp: int, pp
     check(random_shape(**model), tp=tp, pp=pp)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp"), [({"q": 8, "kv": 2}, 2), ({"q": 9, "kv": 3, "vocab_size": 331}, 3)], ids=["even", "uneven"]
+)
+def test_padded_steps_of_ranks_that_share_layers_give_the_answers_of_one(
+    model: dict[str, Any], tp: int, monkeypatch: pytest.MonkeyPatch
+):
+    kinds: set[tuple[Draw, bool]] = set()
+    run = DecodeStep.run
+
+    def noted(step: DecodeStep) -> DecodeOutputs:
+        assert step._share is not None
+        kinds.add((step._kind.draw, step._share.draws))
+        return run(step)
+
+    monkeypatch.setattr(DecodeStep, "run", noted)
+    for asked in (PARAMS, PLAIN):
+        check(random_shape(**model), tp=tp, pp=1, build=build_padded, asked=asked)
+    assert kinds == {(draw, draws) for draw in Draw for draws in (True, False)}
+
+
 def test_stages_on_other_nodes_follow_over_the_network():
     nodes = ("127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2")
     check(random_shape(q=6, kv=2), tp=2, pp=2, nodes=nodes)
 
 
-def check(shape: ModelShape, *, tp: int, pp: int, nodes: tuple[str, ...] = ()) -> None:
-    alone = build(shape, RankPlace(0), None)
-    expected = answers(core_of(alone.runner, alone, shape, 1))
-    found = answers_of_gang(shape, tp=tp, pp=pp, nodes=nodes)
+def check(
+    shape: ModelShape,
+    *,
+    tp: int,
+    pp: int,
+    nodes: tuple[str, ...] = (),
+    build: Build = build,
+    asked: list[SamplingParams] = PARAMS,
+) -> None:
+    alone = build_alone(shape, RankPlace(0), None)
+    expected = answers(core_of(alone.runner, alone, shape, 1), asked)
+    found = answers_of_gang(shape, tp=tp, pp=pp, nodes=nodes, build=build, asked=asked)
     assert found.keys() == expected.keys()
     for name, deltas in expected.items():
         assert tokens_of(found[name]) == tokens_of(deltas), name
