@@ -30,10 +30,12 @@ class DecodeShape:
     head_dim: int
     itemsize: int
     page: int
+    has_codes: bool = False
+    """Whether the cache is one in 8 bits; `itemsize` is then that of the queries."""
 
     @property
     def key(self) -> str:
-        dtype = f"{8 * self.itemsize} bits"
+        dtype = f"{8 * self.itemsize} bits" + (" over codes" if self.has_codes else "")
         return f"{self.num_kv_heads} kv heads x {self.group}, dim {self.head_dim}, {dtype}, page {self.page}"
 
 
@@ -135,7 +137,12 @@ def num_partial(num_seqs: int, shape: DecodeShape, device: torch.device) -> int:
 
 def _known_shapes(num_kv_heads: int, group: int, head_dim: int, device: torch.device) -> list[DecodeShape]:
     """Shapes that need workspaces of different sizes: those with tables, and one a size for all without."""
-    shapes = [DecodeShape(num_kv_heads, group, head_dim, size, page) for size in (2, 4) for page in (16, 32, 64)]
+    shapes = [
+        DecodeShape(num_kv_heads, group, head_dim, size, page, has_codes)
+        for size in (2, 4)
+        for page in (16, 32, 64)
+        for has_codes in (False, True)
+    ]
     tables = [runtime.tuned_table(op, device) for op in ("attention_decode", "attention_shared_prefix")]
     tuned = [shape for shape in shapes if any(shape.key in table for table in tables)]
     return tuned + [next(shape for shape in shapes if shape.itemsize == size) for size in (2, 4)]

@@ -48,7 +48,7 @@ def test_heads_keep_their_values(name: str, bound: float):
 @pytest.mark.parametrize("name", DTYPES)
 def test_what_was_stored_is_read_and_slots_of_minus_one_are_left(name: str):
     codes = torch.zeros(4, 8, 3, 16, dtype=DTYPES[name])
-    scales = torch.zeros(4, 8, 3)
+    scales = torch.zeros(4, 3, 8)
     x = torch.randn(3, 3, 16, generator=torch.Generator().manual_seed(0))
     store_quantized_reference(x, codes, scales, torch.tensor([17, -1, 9]))
     found = gather_quantized_reference(codes, scales, torch.tensor([2, 1]))
