@@ -168,7 +168,7 @@ def _endpoint(pipe: Connection, order: CacheOrder) -> None:
     caches = layout.allocate(order.num_blocks, device)
     if order.seed:
         torch.manual_seed(order.seed)
-        for side in (side for layer in caches for side in layer):
+        for side in (side for layer in caches for side in layer.tensors):
             side.normal_()
     shards = [KvShard((0, order.shape.num_layers), (0, order.shape.num_kv_heads))]
     key = hashlib.blake2b(b"bench handoff", digest_size=32).digest()

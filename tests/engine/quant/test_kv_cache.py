@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from manta.engine import model_runner
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
 from manta.engine.kv_cache import CacheLayout
@@ -31,7 +32,7 @@ def test_a_block_takes_a_byte_an_element_and_a_scale_a_head(name: str):
     layout = CacheLayout.of(SHAPE, block_size=16, dtype=torch.bfloat16, kv_dtype=name)
     assert layout.block_bytes == 2 * 3 * 16 * 3 * (16 + 4)
     caches = layout.allocate(5, torch.device("cpu"))
-    held = sum(tensor.numel() * tensor.element_size() for layer in caches for tensor in layer)
+    held = sum(tensor.numel() * tensor.element_size() for layer in caches for tensor in layer.tensors)
     assert held == 5 * layout.block_bytes
 
 
@@ -78,11 +79,13 @@ def test_chunks_and_batches_change_no_token(tmp_path: Path, name: str):
     assert whole == chunks == alone
 
 
-@pytest.mark.parametrize(("device", "overrides"), [("cuda", {}), ("cpu", {"kv_transfer": True})])
-def test_what_cannot_be_had_yet_is_refused_by_name(device: str, overrides: dict[str, bool]):
-    config = EngineConfig.build("random", kv_cache="fp8", **overrides)
-    with pytest.raises(ConfigError, match=r"quantization\.kv_cache = 'fp8'"):
-        check_kv_dtype(config, torch.device(device))
+def test_fp8_on_a_gpu_without_such_numbers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_runner, "capability", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    device = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"quantization\.kv_cache = 'fp8'.*A100; use int8"):
+        check_kv_dtype(EngineConfig.build("random", kv_cache="fp8"), device)
+    check_kv_dtype(EngineConfig.build("random", kv_cache="int8"), device)
 
 
 def test_a_simulated_device_takes_no_quantization(tmp_path: Path):
