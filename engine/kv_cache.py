@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .layers.attention import LayerCache
 from .model_shape import ModelShape
 from .parallel.layout import ShardLayout
+from .precision import kv_head_bytes
 
 KvDtype = Literal["auto", "fp8", "int8"]
 QUANTIZED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -55,7 +56,7 @@ class CacheLayout:
     @property
     def block_bytes(self) -> int:
         """Keys and values of one block's tokens over all layers."""
-        head_bytes = self.head_dim * self.dtype.itemsize + (SCALE_DTYPE.itemsize if self.is_quantized else 0)
+        head_bytes = kv_head_bytes(self.head_dim, self.dtype.itemsize)
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[LayerCache]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
 from manta.engine.kv_cache import CacheLayout
 from manta.engine.model_runner import check_kv_dtype
+from manta.engine.hardware import hardware_named
 from manta.engine.startup import start_engine
+from manta.engine.stats import EngineInfo
+from manta.engine.step_time import StepTimeModel
 from manta.kernels.quantized.kv_cache import (
     dequantize_heads,
     gather_quantized_reference,
@@ -88,7 +92,29 @@ def test_fp8_on_a_gpu_without_such_numbers_is_refused_by_name(monkeypatch: pytes
     check_kv_dtype(EngineConfig.build("random", kv_cache="int8"), device)
 
 
-def test_a_simulated_device_takes_no_quantization(tmp_path: Path):
+def test_a_cache_is_planned_with_the_bytes_that_it_takes():
+    for name in DTYPES:
+        layout = CacheLayout.of(SHAPE, block_size=64, dtype=torch.bfloat16, kv_dtype=name)
+        model = StepTimeModel(SHAPE, hardware_named("h200"), kv_dtype=name)
+        assert layout.block_bytes == 64 * model.kv_bytes_per_token
+
+
+def simulated(folder: Path, **overrides: Any) -> EngineInfo:
+    core = start_engine(EngineConfig.build(str(folder), device="sim", dtype="bfloat16", num_blocks=100, **overrides))
+    core.close()
+    return core.info
+
+
+def test_a_simulated_device_holds_what_a_quantized_model_holds(tmp_path: Path):
     save_tiny(tmp_path)
-    with pytest.raises(ConfigError, match="simulated"):
-        start_engine(EngineConfig.build(str(tmp_path), quantization="int4", device="sim"))
+    plain, fp8, int4 = (simulated(tmp_path, quantization=name) for name in ("auto", "fp8", "int4"))
+    held = [info.memory_ledger_bytes["weights"] for info in (plain, fp8, int4)]
+    assert held[0] > held[1] > held[2]
+    caches = [simulated(tmp_path, kv_cache=name).memory_ledger_bytes["kv_cache"] for name in ("auto", "int8")]
+    assert caches[1] / caches[0] == (8 + 4) / 16
+
+
+def test_a_simulated_device_refuses_schemes_without_kernels_by_name(tmp_path: Path):
+    save_tiny(tmp_path)
+    with pytest.raises(ConfigError, match="quantization.weights = 'nf4'.*simulated"):
+        simulated(tmp_path, quantization="nf4")
