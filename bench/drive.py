@@ -50,6 +50,8 @@ def describe_engine(config: EngineConfig, info: EngineInfo) -> dict[str, object]
         "device": info.device,
         "dtype": info.dtype,
         "load_format": config.model.load_format,
+        "weights": config.quantization.weights,
+        "kv_cache": config.quantization.kv_cache,
         "max_model_len": info.max_model_len,
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,

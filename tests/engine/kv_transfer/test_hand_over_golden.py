@@ -109,11 +109,13 @@ def test_prompts_of_1_to_70_tokens_with_hits_on_either_side(
 
 
 def test_prompts_handed_over_in_8_bits_give_the_tokens_of_one_engine():
+    """One at a time: a sum in another order may round to another code, which shows where two tokens are close."""
     engines = [start("smollm2-135m", kv_cache="int8", **SIZES) for _ in range(2)]
-    prompts, params = [golden["prompt_ids"] for golden in GOLDEN], [GREEDY] * len(GOLDEN)
-    colocated = [tokens_of(deltas) for deltas in alone(engines[0], prompts, GREEDY)]
+    prompts = [golden["prompt_ids"] for golden in GOLDEN]
+    colocated = [tokens_of(alone(engines[0], [prompt], GREEDY)[0]) for prompt in prompts]
     pair = Pair(*engines)
     pair.forget_cached()
-    assert assert_handed_over(pair, prompts, params) == colocated
+    found = [assert_handed_over(pair, [prompt], [GREEDY])[0] for prompt in prompts]
+    assert found == colocated
     for core in engines:
         core.close()
