@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -17,7 +17,7 @@ from manta.kernels import decode_schedule
 from manta.kernels.decode_schedule import DecodeConfig, DecodeShape, PrefixTiles
 
 from .kernel_decode import OWN_TOKENS, DecodeBatch, make_batch, mixed_lengths
-from .kernel_timing import MODELS, ModelShape, Peaks, time_us
+from .kernel_timing import LLAMA_8B, MODELS, ModelShape, Peaks, time_us
 
 COMPILERS = 12
 """Processes that compile candidates before any is timed."""
@@ -61,19 +61,34 @@ def cases() -> dict[int, list[list[int]]]:
     }
 
 
-def tune(peaks: Peaks, device: torch.device) -> dict[str, Any]:
-    """Per shape a list of entries with `rows`, the most that it is for, and the shares of the floor that it reached."""
-    compile_ahead()
+def tune_codes(peaks: Peaks, device: torch.device) -> dict[str, Any]:
+    """The same over a cache in 8 bits, for one model."""
+    return tune(peaks, device, models=(LLAMA_8B,), codes=torch.float8_e4m3fn)
+
+
+def tune(
+    peaks: Peaks,
+    device: torch.device,
+    *,
+    models: Sequence[ModelShape] | None = None,
+    codes: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Per shape a list of entries with `rows`, the most that it is for, and the shares of the floor that it reached.
+
+    Of `models` (None: all). `codes`: the type of a cache in 8 bits.
+    """
+    models = models or MODELS
+    compile_ahead(models, codes)
     found: dict[str, Any] = {}
-    for model in MODELS:
+    for model in models:
         entries: list[dict[str, Any]] = []
         for num_seqs, all_lengths in cases().items():
-            batches = [make_batch(model, lengths, device) for lengths in all_lengths]
+            batches = [make_batch(model, lengths, device, codes=codes) for lengths in all_lengths]
             config, shares = _best(peaks, model, num_seqs, batches)
             entries.append({"rows": num_seqs, **_compact(config), "shares": [round(share, 3) for share in shares]})
             print(f"{model.name} {entries[-1]}", flush=True)
         del entries[-1]["rows"]
-        found[shape_of(model).key] = entries
+        found[shape_of(model, codes).key] = entries
     return found
 
 
@@ -163,8 +178,9 @@ def workspace_for(batch: DecodeBatch) -> decode_schedule.DecodeWorkspace:
     )
 
 
-def shape_of(model: ModelShape) -> DecodeShape:
-    return DecodeShape(model.kv_heads, model.heads // model.kv_heads, model.dim, 2, model.page)
+def shape_of(model: ModelShape, codes: torch.dtype | None = None) -> DecodeShape:
+    group = model.heads // model.kv_heads
+    return DecodeShape(model.kv_heads, group, model.dim, 2, model.page, has_codes=codes is not None)
 
 
 @contextmanager
@@ -189,29 +205,29 @@ def forced_prefix(tiles: PrefixTiles) -> Iterator[None]:
         decode_schedule.prefix_tiles = usual
 
 
-def compile_ahead() -> None:
+def compile_ahead(models: Sequence[ModelShape], codes: torch.dtype | None) -> None:
     """Fill Triton's cache from many processes with all that tuning may time."""
-    jobs: dict[tuple[Any, ...], tuple[ModelShape, int, DecodeConfig]] = {}
-    for model in MODELS:
+    jobs: dict[tuple[Any, ...], tuple[ModelShape, int, DecodeConfig, torch.dtype | None]] = {}
+    for model in models:
         for num_seqs in cases():
             start = decode_schedule.default_config(num_seqs, shape_of(model), 132)
             for merges_apart in (False, True):
                 for config in candidates(replace(start, merges_apart=merges_apart)):
                     code = (model.name, decode_schedule.block_seqs(num_seqs), replace(config, fill=0, percent=0))
-                    jobs.setdefault(code, (model, num_seqs, config))
+                    jobs.setdefault(code, (model, num_seqs, config, codes))
     begin = time.monotonic()
     with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         errors = [error for error in pool.map(_compile_one, jobs.values(), chunksize=4) if error is not None]
     print(f"{len(jobs)} variants compiled in {time.monotonic() - begin:.0f} s", *errors, sep="\n", flush=True)
 
 
-def _compile_one(job: tuple[ModelShape, int, DecodeConfig]) -> str | None:
+def _compile_one(job: tuple[ModelShape, int, DecodeConfig, torch.dtype | None]) -> str | None:
     """Run one candidate once; what went wrong, or None. An error must not end the tuning of all others."""
-    model, num_seqs, config = job
+    model, num_seqs, config, codes = job
     device = torch.device("cuda")
     try:
         with forced(config):
-            batch = make_batch(model, [1] * num_seqs, device, rotations=1)
+            batch = make_batch(model, [1] * num_seqs, device, rotations=1, codes=codes)
             batch.calls()[0]()
         torch.cuda.synchronize()
     except Exception as error:

@@ -149,8 +149,9 @@ def _rope_and_store_kernel(
         tl.store(value_cache_ptr + cache_row + offs_dim[None, :], v.to(cache_type), mask=mask_dim)
     else:
         # Rounded to k's type before: a cached prefix holds the same codes whichever way k went.
-        first = new_first.to(tl.float32)
-        second = new_second.to(tl.float32)
+        # Tokens without a slot may be no numbers.
+        first = tl.where(is_stored, new_first.to(tl.float32), 0.0)
+        second = tl.where(is_stored, new_second.to(tl.float32), 0.0)
         magnitude = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         magnitude = tl.maximum(magnitude, LEAST_MAGNITUDE)  # [tokens]
         if ROT_DIM < HEAD_DIM:
