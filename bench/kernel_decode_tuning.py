@@ -30,6 +30,10 @@ TILES = (
     (64, 4, 4, False, True), (64, 4, 2, True, True), (64, 4, 3, True, True), (64, 4, 3, True, False),
     (64, 2, 3, False, False), (32, 2, 5, False, False), (32, 4, 5, False, False),
 )  # fmt: skip
+TILES_OVER_CODES = (
+    *TILES, (64, 8, 3, False, False), (64, 8, 5, False, False), (32, 4, 3, False, False),
+)  # fmt: skip
+"""Unpacked codes take registers: tiles that leave more programs on a multiprocessor."""
 CUTS = (
     # least spare parts over all KV heads, spare parts a hundred rows
     (1, 34), (1, 67), (1, 100), (66, 67), (132, 67), (132, 200), (264, 67), (264, 200), (264, 400),
@@ -122,8 +126,9 @@ def _best(
     def ranked() -> list[DecodeConfig]:
         return sorted(shares, key=lambda config: -sum(map(math.log, shares[config])))
 
+    has_codes = batches[0].scales is not None
     start = decode_schedule.default_config(num_seqs, shape_of(model), 132)
-    for config in candidates(start):
+    for config in candidates(start, has_codes):
         measure(config)
     is_small = num_seqs * model.kv_heads <= SMALL_BATCH
     for tiles in ranked()[:NUM_FINALISTS]:
@@ -136,10 +141,11 @@ def _best(
     return best, shares[best]
 
 
-def candidates(start: DecodeConfig) -> list[DecodeConfig]:
+def candidates(start: DecodeConfig, has_codes: bool) -> list[DecodeConfig]:
     """`start` with all tiles."""
     names = ("tile", "num_warps", "num_stages", "swapped", "inline_ptx")
-    return [replace(start, **dict(zip(names, tiles, strict=True))) for tiles in TILES]
+    tried = TILES_OVER_CODES if has_codes else TILES
+    return [replace(start, **dict(zip(names, tiles, strict=True))) for tiles in tried]
 
 
 def tune_shared_prefix(peaks: Peaks, device: torch.device) -> dict[str, Any]:
@@ -212,7 +218,7 @@ def compile_ahead(models: Sequence[ModelShape], codes: torch.dtype | None) -> No
         for num_seqs in cases():
             start = decode_schedule.default_config(num_seqs, shape_of(model), 132)
             for merges_apart in (False, True):
-                for config in candidates(replace(start, merges_apart=merges_apart)):
+                for config in candidates(replace(start, merges_apart=merges_apart), codes is not None):
                     code = (model.name, decode_schedule.block_seqs(num_seqs), replace(config, fill=0, percent=0))
                     jobs.setdefault(code, (model, num_seqs, config, codes))
     begin = time.monotonic()

@@ -223,7 +223,8 @@ def check_kv_dtype(config: EngineConfig, device: torch.device) -> None:
     if kv_dtype == "fp8" and device.type == "cuda" and capability(device) < 89:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"{field} = {kv_dtype!r}: needs a GPU of compute capability 8.9 or higher, not {name}; use int8", field=field
+            f"{field} = {kv_dtype!r}: needs a GPU of compute capability 8.9 or higher, not {name}; use int8",
+            field=field,
         )
 
 

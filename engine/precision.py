@@ -46,8 +46,8 @@ PRECISIONS = {
     "fp8_tensor": Precision("fp8_tensor", 8.0, 8, is_fp8=True),
     "fp8_block": Precision("fp8_block", 8.0 + 32 / 128, 8, is_fp8=True),
 }
-"""bf16 stands for whatever 16-bit type the checkpoint has. Scales of rows are too few to count; those of blocks are held
-for each row. int8 and int4 are of weights alone."""
+"""bf16 stands for whatever 16-bit type the checkpoint has. Scales of rows are too few to count; those of blocks are
+held for each row. int8 and int4 are of weights alone."""
 
 KV_DTYPES = {"bf16": None, "fp8": "fp8", "int8": "int8"}
 """Types of KV entries; None: the checkpoint's own."""

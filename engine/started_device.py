@@ -72,8 +72,8 @@ class StartedDevice:
 
 
 def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel | None:
-    """Measured here, measured elsewhere on the same GPU, or from the peaks alone; None for a quantization scheme without
-    kernels."""
+    """Measured here, measured elsewhere on the same GPU, or from the peaks alone; None for a quantization scheme
+    without kernels."""
     folder, parallel = config.scheduler.step_profiles, config.parallel
     precision, kv_cache = precision_of(config.quantization), config.quantization.kv_cache
     if precision is None:

@@ -134,8 +134,8 @@ def attention_prefill(
     those of a sequence of length 0, are padding and their output stays as it was.
 
     With `deterministic`, a query's result is the same bit by bit whatever the chunk, the batch and its place in them.
-    `plan` overrides the choice of kernel and tiles (measurements and tests). `scales`: of caches in 8 bits, which one of
-    the kernels reads (`pointers`).
+    `plan` overrides the choice of kernel and tiles (measurements and tests). `scales`: of caches in 8 bits, which
+    one of the kernels reads (`pointers`).
     """
     page_size, num_kv_heads = key_cache.shape[1:3]
     num_tokens, num_heads, head_dim = q.shape

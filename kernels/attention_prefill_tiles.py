@@ -54,8 +54,8 @@ def _accumulate(
 ):
     """One tile of keys of the online softmax (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-    `key_scales` and `value_scales` of codes are those of the head, None otherwise. Multiply-adds are written as such, so
-    that both loops round alike.
+    `key_scales` and `value_scales` of codes are those of the head, None otherwise. Multiply-adds are written as such,
+    so that both loops round alike.
     """
     offs_tile = tl.arange(0, TILE)
     offs_d = tl.arange(0, BLOCK_D)

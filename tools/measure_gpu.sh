@@ -37,10 +37,12 @@ for part in "$@"; do
     serve) "$python" -m manta bench serving --workload d2 --serve llama-3.1-8b-dummy --set max_num_waiting=1024 \
       --set serving.max_queued_requests=1024 --set serving.num_edges=4 --clients 6 \
       --in-process "$out/engine-llama8b-bf16.json" --json "$out/serving-d2.json" ;;
-    quantized) # about 120 + 90 + 200 + 3 x 140 s; each ends at its own bound
+    quantized) # about 120 + 90 + 60 + 200 + 3 x 140 s; each ends at its own bound
       quantized=0
       timeout 300 "$python" -m pytest "${tests[@]}" -n 12 tests/kernels/quantized || quantized=1
       timeout 300 "$python" -m pytest "${tests[@]}" -n 4 tests/engine/quant || quantized=1
+      timeout 150 "$python" -m manta bench kernels --tune attention_decode_codes --write kernels/tuned/nvidia_h200.json ||
+        quantized=1
       timeout 300 "$python" -m manta bench quantized --write kernels/tuned/nvidia_h200.json \
         --json "$out/quantized-linears.json" || quantized=1
       for what in fp8 int4 kv-fp8; do

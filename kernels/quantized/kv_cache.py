@@ -88,7 +88,7 @@ def dequantized_blocks(
 def head_values(codes, DTYPE: tl.constexpr, INLINE_PTX: tl.constexpr):
     """What `codes`, int8 or e4m3, are in DTYPE, exactly (without their scales)."""
     if codes.dtype == tl.int8:
-        return int8_values(codes, DTYPE, INLINE_PTX and DTYPE != tl.float32)
+        return int8_values(codes, DTYPE, INLINE_PTX and tl.float32 != DTYPE)
     return fp8_values(codes, DTYPE, INLINE_PTX)
 
 

@@ -1,4 +1,4 @@
-"""Quantized weights and caches on a CUDA GPU: graphs, shared prefixes, room, and how weights are made. `pytest -m gpu`."""
+"""Quantized weights and caches on a CUDA GPU: graphs, shared prefixes, room, how weights are made. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -145,9 +145,7 @@ def test_weights_are_quantized_on_the_device_tensor_by_tensor(quantization: str,
     shape = load_shape(source)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    parameters = load_weights(
-        source, shape, dtype=torch.bfloat16, device=device, quantization=config.quantization
-    )
+    parameters = load_weights(source, shape, dtype=torch.bfloat16, device=device, quantization=config.quantization)
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     assert held == pytest.approx(held_bytes, rel=0.02)
     assert peak - held < 2.5e9

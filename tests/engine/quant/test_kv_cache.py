@@ -11,9 +11,9 @@ import torch
 from manta.engine import model_runner
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
+from manta.engine.hardware import hardware_named
 from manta.engine.kv_cache import CacheLayout
 from manta.engine.model_runner import check_kv_dtype
-from manta.engine.hardware import hardware_named
 from manta.engine.startup import start_engine
 from manta.engine.stats import EngineInfo
 from manta.engine.step_time import StepTimeModel
@@ -116,5 +116,5 @@ def test_a_simulated_device_holds_what_a_quantized_model_holds(tmp_path: Path):
 
 def test_a_simulated_device_refuses_schemes_without_kernels_by_name(tmp_path: Path):
     save_tiny(tmp_path)
-    with pytest.raises(ConfigError, match="quantization.weights = 'nf4'.*simulated"):
+    with pytest.raises(ConfigError, match=r"quantization\.weights = 'nf4'.*simulated"):
         simulated(tmp_path, quantization="nf4")

@@ -25,7 +25,7 @@ Batch = decodes.Batch | prefills.Batch
 
 
 def with_codes(batch: Any, dtype: torch.dtype) -> tuple[Any, CacheScales]:
-    """The batch over codes of its caches. Slots that no token wrote have NaN for a scale, and codes that are no zeros."""
+    """The batch over codes of its caches. Slots that no token wrote have NaN for a scale and codes that are no zeros."""
     codes, scales = [], []
     for cache in (batch.key_cache, batch.value_cache):
         unwritten = cache.isnan().any(-1)
@@ -86,9 +86,7 @@ GPU_DECODES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", decodes.with_gpu(DECODES, GPU_DECODES))
-def test_decode(
-    case: decodes.Case, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode(case: decodes.Case, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         decodes.force(monkeypatch, device)
     check_decode(case, dtype, device)
