@@ -25,7 +25,7 @@ Batch = decodes.Batch | prefills.Batch
 
 
 def with_codes(batch: Any, dtype: torch.dtype) -> tuple[Any, CacheScales]:
-    """The batch over codes of its caches. Slots that no token wrote have NaN for a scale and codes that are no zeros."""
+    """The batch over codes of its caches. Slots that no token wrote have NaN for a scale and codes that are not 0."""
     codes, scales = [], []
     for cache in (batch.key_cache, batch.value_cache):
         unwritten = cache.isnan().any(-1)
