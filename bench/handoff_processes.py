@@ -207,7 +207,7 @@ def _digest(caches: Any, block_ids: list[int]) -> str:
     import torch
 
     found = hashlib.blake2b(digest_size=16)
-    for side in (side for layer in caches for side in layer):
+    for side in (side for layer in caches for side in layer.tensors):
         found.update(side[block_ids].view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
