@@ -52,6 +52,8 @@ def describe_engine(config: EngineConfig, info: EngineInfo) -> dict[str, object]
         "load_format": config.model.load_format,
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
+        "weights": config.quantization.weights,
+        "kv_cache": config.quantization.kv_cache,
         "max_model_len": info.max_model_len,
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,

@@ -17,9 +17,10 @@ from manta.engine.config import EngineConfig
 from manta.engine.core import EngineCore
 from manta.engine.errors import ConfigError
 from manta.engine.model_source import load_shape, resolve_model
+from manta.engine.stats import EngineInfo
 from manta.engine.step_time import StepShape
 
-from . import startup
+from . import engine_against, startup
 from .drive import (
     Drive,
     describe_engine,
@@ -45,6 +46,7 @@ from .yardsticks import (
 )
 
 WORKLOADS = ("decode", "prefill", "d1", "d2", "prefix")
+KV_FIGURES = ("kv_tokens", "kv_requests")
 STARTUP = "startup"
 """Processes of their own, measured before this one has an engine, so that they find the device free."""
 
@@ -101,11 +103,15 @@ def run(
     prefill_lens: Sequence[int] | None = None,
     num_requests: int | None = None,
     repeats: int | None = None,
+    against: str | None = None,
     json_path: Path | None = None,
     plot_path: Path | None = None,
     console: Console | None = None,
 ) -> Report:
     """Measure an engine that is started for this and closed afterwards.
+
+    `against` (bf16, or a scheme of quantization.weights) measures the model held so too, before: its figures have that
+    name in front, and stand beside the ratios to them.
 
     `num_requests` bounds the number of requests of d1, d2 and prefix. Sizes that are None follow from the device. What
     does not fit the engine (context, cache, sequences) is left out and listed in `details.skipped`. Raises ConfigError
@@ -121,14 +127,23 @@ def run(
     ready, details = {}, {}
     if STARTUP in workloads:
         ready, details = startup.measure(config, repeats=repeats or Sizes.repeats, say=say)
+    other: dict[str, float] = {}
+    if against is not None:
+        options = {"workloads": [name for name in workloads if name != STARTUP], "batch_sizes": batch_sizes}
+        options |= {"prefill_lens": prefill_lens, "num_requests": num_requests, "repeats": repeats}
+        other, details[against] = engine_against.measure(config, against, options=options, say=say)
     core, figures = start(config)
 
     def report() -> Report:
+        found = {**bench.headline_figures(), **ready, **figures, **memory_figures(), **other}
+        if against is not None:
+            names = [*(row.name for row in bench.headlines), *KV_FIGURES]
+            found |= engine_against.ratios(found, against, names)
         return Report(
             "engine",
             model=describe_engine(config, core.info),
             workload={"workloads": list(workloads), **asdict(sizes)},
-            figures={**bench.headline_figures(), **ready, **figures, **memory_figures()},
+            figures=found,
             details={"headlines": [asdict(row) for row in bench.headlines], "skipped": bench.skipped, **details},
         )
 
@@ -141,6 +156,7 @@ def run(
     try:
         sizes = _sizes(core, batch_sizes, prefill_lens, num_requests, repeats)
         figures["prepare_more_s"] = prepare(core)
+        figures |= kv_figures(core.info, sizes)
         bench = EngineBench(core, sizes, _yardsticks(config, core, sizes), say, keep)
         for name in workloads:
             if name != STARTUP:
@@ -166,11 +182,19 @@ def _yardsticks(config: EngineConfig, core: EngineCore, sizes: Sizes) -> Yardsti
     return Yardsticks.of(
         load_shape(resolve_model(config.model)),
         dtype=core.info.dtype,
+        quantization=config.quantization,
         device=device_name(core.info.device),
         are_usual_sizes=fixed(sizes) == fixed(Sizes()),
         tp=config.parallel.tp_size,
         pp=config.parallel.pp_size,
     )
+
+
+def kv_figures(info: EngineInfo, sizes: Sizes) -> dict[str, float]:
+    """Room of the cache: tokens, and whole requests of d1's lengths."""
+    blocks = -(-(sizes.d1_prompt_len + sizes.d1_output_len) // info.block_size)
+    values = float(info.num_blocks * info.block_size), float(info.num_blocks // blocks)
+    return dict(zip(KV_FIGURES, values, strict=True))
 
 
 def _sizes(

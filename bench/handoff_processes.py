@@ -168,7 +168,7 @@ def _endpoint(pipe: Connection, order: CacheOrder) -> None:
     caches = layout.allocate(order.num_blocks, device)
     if order.seed:
         torch.manual_seed(order.seed)
-        for side in (side for layer in caches for side in layer):
+        for side in (side for layer in caches for side in layer.tensors):
             side.normal_()
     shards = [KvShard((0, order.shape.num_layers), (0, order.shape.num_kv_heads))]
     key = hashlib.blake2b(b"bench handoff", digest_size=32).digest()
@@ -207,7 +207,7 @@ def _digest(caches: Any, block_ids: list[int]) -> str:
     import torch
 
     found = hashlib.blake2b(digest_size=16)
-    for side in (side for layer in caches for side in layer):
+    for side in (side for layer in caches for side in layer.tensors):
         found.update(side[block_ids].view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 

@@ -12,6 +12,7 @@ import torch
 from manta.kernels.attention_decode import attention_decode
 from manta.kernels.attention_shared_prefix import SharedPrefix, attention_shared_prefix
 from manta.kernels.decode_schedule import DecodeWorkspace
+from manta.kernels.quantized.kv_cache import CacheScales
 
 from .kernel_timing import Calls, Line, ModelShape, Peaks, line_of, num_rotations, random
 
@@ -52,12 +53,14 @@ class DecodeBatch:
     workspace: DecodeWorkspace
     read_bytes: int
     """Keys and values that must be read, a shared prefix once."""
+    scales: CacheScales | None = None
+    """Of caches in 8 bits."""
 
     def calls(self, kernel: Any = attention_decode, **options: Any) -> Calls:
         call = partial(
             kernel, self.q, self.caches[0], self.caches[1], seq_lens=self.seq_lens, scale=self.q.shape[2] ** -0.5,
             workspace=self.workspace, table_rows=self.table_rows,
-            max_seq_len=self.block_tables[0].shape[1] * self.caches.shape[2], **options,
+            max_seq_len=self.block_tables[0].shape[1] * self.caches.shape[2], scales=self.scales, **options,
         )  # fmt: skip
         return [partial(call, block_table=table) for table in self.block_tables]
 
@@ -73,14 +76,17 @@ def make_batch(
     num_members: int = 0,
     num_shared: int = 0,
     rotations: int | None = None,
+    codes: torch.dtype | None = None,
 ) -> DecodeBatch:
-    """The last `num_members` rows share their first `num_shared` tokens."""
+    """The last `num_members` rows share their first `num_shared` tokens. `codes`: the type of a cache in 8 bits."""
     num_seqs, page = len(lengths), model.page
     is_member = torch.arange(num_seqs) >= num_seqs - num_members
     own_pages = [-(-length // page) - num_shared // page * int(is_member[row]) for row, length in enumerate(lengths)]
     num_pages = sum(own_pages) + num_shared // page
     num_tokens = sum(lengths) - max(0, num_members - 1) * num_shared
-    count = rotations or num_rotations(num_tokens * model.token_bytes)
+    # A code is half of what it stands for, and a head has a scale in fp32.
+    token_bytes = model.token_bytes if codes is None else model.token_bytes // 2 + 2 * model.kv_heads * 4
+    count = rotations or num_rotations(num_tokens * token_bytes)
     blocks = torch.randperm(count * num_pages, device=device).int().cpu()
     width = 16 * -(-max(lengths) // (16 * page))
     block_tables: list[torch.Tensor] = []
@@ -94,9 +100,15 @@ def make_batch(
             table[row, first : first + own] = free[taken : taken + own]
             taken += own
         block_tables.append(table.to(device))
+    caches = random(device, 2, count * num_pages, page, model.kv_heads, model.dim)
+    scales = None
+    if codes is not None:
+        caches = (caches.mul_(30).round_() if codes == torch.int8 else caches).to(codes)
+        sides = torch.rand(2, count * num_pages, model.kv_heads, page, device=device)
+        scales = CacheScales(*(sides / 30 if codes == torch.int8 else sides))
     return DecodeBatch(
         q=random(device, num_seqs, model.heads, model.dim),
-        caches=random(device, 2, count * num_pages, page, model.kv_heads, model.dim),
+        caches=caches,
         block_tables=block_tables,
         table_rows=torch.arange(num_seqs, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -108,7 +120,8 @@ def make_batch(
         workspace=DecodeWorkspace.allocate(
             max_num_seqs=num_seqs, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, device=device
         ),
-        read_bytes=num_tokens * model.token_bytes,
+        read_bytes=num_tokens * token_bytes,
+        scales=scales,
     )
 
 
@@ -118,6 +131,10 @@ def bench(peaks: Peaks, device: torch.device, model: ModelShape) -> Iterator[Lin
     for name, lengths in cases:
         batch = make_batch(model, lengths, device)
         yield line_of("attention_decode", name, batch.calls(), batch.read_bytes / peaks.read_bytes_per_s)
+    for name, lengths in cases:
+        batch, wide = (make_batch(model, lengths, device, codes=codes) for codes in (torch.float8_e4m3fn, None))
+        floor_s = batch.read_bytes / peaks.read_bytes_per_s
+        yield line_of("attention_decode_fp8", name, batch.calls(), floor_s, "attention_decode", wide.calls())
     for num_seqs, num_members, num_shared in SHARED:
         yield bench_shared(peaks, device, model, num_seqs, num_members, num_shared)
 

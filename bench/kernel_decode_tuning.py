@@ -17,7 +17,7 @@ from manta.kernels import decode_schedule
 from manta.kernels.decode_schedule import DecodeConfig, DecodeShape, PrefixTiles
 
 from .kernel_decode import OWN_TOKENS, DecodeBatch, make_batch, mixed_lengths
-from .kernel_timing import MODELS, RANKS_OF_TWO, ModelShape, Peaks, time_us
+from .kernel_timing import LLAMA_8B, MODELS, RANKS_OF_TWO, ModelShape, Peaks, time_us
 
 COMPILERS = 12
 """Processes that compile candidates before any is timed."""
@@ -30,6 +30,10 @@ TILES = (
     (64, 4, 4, False, True), (64, 4, 2, True, True), (64, 4, 3, True, True), (64, 4, 3, True, False),
     (64, 2, 3, False, False), (32, 2, 5, False, False), (32, 4, 5, False, False),
 )  # fmt: skip
+TILES_OVER_CODES = (
+    *TILES, (64, 8, 3, False, False), (64, 8, 5, False, False), (32, 4, 3, False, False),
+)  # fmt: skip
+"""Unpacked codes take registers: tiles that leave more programs on a multiprocessor."""
 CUTS = (
     # least spare parts over all KV heads, spare parts a hundred rows
     (1, 34), (1, 67), (1, 100), (66, 67), (132, 67), (132, 200), (264, 67), (264, 200), (264, 400),
@@ -71,19 +75,29 @@ def tune_ranks(peaks: Peaks, device: torch.device) -> dict[str, Any]:
     return tune_models(RANKS_OF_TWO, peaks, device)
 
 
-def tune_models(models: Sequence[ModelShape], peaks: Peaks, device: torch.device) -> dict[str, Any]:
-    """Per shape a list of entries with `rows`, the most that it is for, and the shares of the floor that it reached."""
-    compile_ahead(models)
+def tune_codes(peaks: Peaks, device: torch.device) -> dict[str, Any]:
+    """The same over a cache in 8 bits, for one model."""
+    return tune_models((LLAMA_8B,), peaks, device, codes=torch.float8_e4m3fn)
+
+
+def tune_models(
+    models: Sequence[ModelShape], peaks: Peaks, device: torch.device, *, codes: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Per shape a list of entries with `rows`, the most that it is for, and the shares of the floor that it reached.
+
+    `codes`: the type of a cache in 8 bits.
+    """
+    compile_ahead(models, codes)
     found: dict[str, Any] = {}
     for model in models:
         entries: list[dict[str, Any]] = []
         for num_seqs, all_lengths in cases().items():
-            batches = [make_batch(model, lengths, device) for lengths in all_lengths]
+            batches = [make_batch(model, lengths, device, codes=codes) for lengths in all_lengths]
             config, shares = _best(peaks, model, num_seqs, batches)
             entries.append({"rows": num_seqs, **_compact(config), "shares": [round(share, 3) for share in shares]})
             print(f"{model.name} {entries[-1]}", flush=True)
         del entries[-1]["rows"]
-        found[shape_of(model).key] = entries
+        found[shape_of(model, codes).key] = entries
     return found
 
 
@@ -117,8 +131,9 @@ def _best(
     def ranked() -> list[DecodeConfig]:
         return sorted(shares, key=lambda config: -sum(map(math.log, shares[config])))
 
+    has_codes = batches[0].scales is not None
     start = decode_schedule.default_config(num_seqs, shape_of(model), 132)
-    for config in candidates(start):
+    for config in candidates(start, has_codes):
         measure(config)
     is_small = num_seqs * model.kv_heads <= SMALL_BATCH
     for tiles in ranked()[:NUM_FINALISTS]:
@@ -131,10 +146,11 @@ def _best(
     return best, shares[best]
 
 
-def candidates(start: DecodeConfig) -> list[DecodeConfig]:
+def candidates(start: DecodeConfig, has_codes: bool) -> list[DecodeConfig]:
     """`start` with all tiles."""
     names = ("tile", "num_warps", "num_stages", "swapped", "inline_ptx")
-    return [replace(start, **dict(zip(names, tiles, strict=True))) for tiles in TILES]
+    tried = TILES_OVER_CODES if has_codes else TILES
+    return [replace(start, **dict(zip(names, tiles, strict=True))) for tiles in tried]
 
 
 def tune_shared_prefix(peaks: Peaks, device: torch.device) -> dict[str, Any]:
@@ -173,8 +189,9 @@ def workspace_for(batch: DecodeBatch) -> decode_schedule.DecodeWorkspace:
     )
 
 
-def shape_of(model: ModelShape) -> DecodeShape:
-    return DecodeShape(model.kv_heads, model.heads // model.kv_heads, model.dim, 2, model.page)
+def shape_of(model: ModelShape, codes: torch.dtype | None = None) -> DecodeShape:
+    group = model.heads // model.kv_heads
+    return DecodeShape(model.kv_heads, group, model.dim, 2, model.page, has_codes=codes is not None)
 
 
 @contextmanager
@@ -199,29 +216,29 @@ def forced_prefix(tiles: PrefixTiles) -> Iterator[None]:
         decode_schedule.prefix_tiles = usual
 
 
-def compile_ahead(models: Sequence[ModelShape]) -> None:
+def compile_ahead(models: Sequence[ModelShape], codes: torch.dtype | None) -> None:
     """Fill Triton's cache from many processes with all that tuning may time."""
-    jobs: dict[tuple[Any, ...], tuple[ModelShape, int, DecodeConfig]] = {}
+    jobs: dict[tuple[Any, ...], tuple[ModelShape, int, DecodeConfig, torch.dtype | None]] = {}
     for model in models:
         for num_seqs in cases():
             start = decode_schedule.default_config(num_seqs, shape_of(model), 132)
             for merges_apart in (False, True):
-                for config in candidates(replace(start, merges_apart=merges_apart)):
+                for config in candidates(replace(start, merges_apart=merges_apart), codes is not None):
                     code = (model.name, decode_schedule.block_seqs(num_seqs), replace(config, fill=0, percent=0))
-                    jobs.setdefault(code, (model, num_seqs, config))
+                    jobs.setdefault(code, (model, num_seqs, config, codes))
     begin = time.monotonic()
     with ProcessPoolExecutor(COMPILERS, mp_context=multiprocessing.get_context("spawn")) as pool:
         errors = [error for error in pool.map(_compile_one, jobs.values(), chunksize=4) if error is not None]
     print(f"{len(jobs)} variants compiled in {time.monotonic() - begin:.0f} s", *errors, sep="\n", flush=True)
 
 
-def _compile_one(job: tuple[ModelShape, int, DecodeConfig]) -> str | None:
+def _compile_one(job: tuple[ModelShape, int, DecodeConfig, torch.dtype | None]) -> str | None:
     """Run one candidate once; what went wrong, or None. An error must not end the tuning of all others."""
-    model, num_seqs, config = job
+    model, num_seqs, config, codes = job
     device = torch.device("cuda")
     try:
         with forced(config):
-            batch = make_batch(model, [1] * num_seqs, device, rotations=1)
+            batch = make_batch(model, [1] * num_seqs, device, rotations=1, codes=codes)
             batch.calls()[0]()
         torch.cuda.synchronize()
     except Exception as error:

@@ -275,6 +275,7 @@ TUNERS: dict[str, Tuner] = {
     "linear_ranks": kernel_linears_tuning.tune_ranks,
     "attention_decode": kernel_decode_tuning.tune,
     "attention_decode_ranks": kernel_decode_tuning.tune_ranks,
+    "attention_decode_codes": kernel_decode_tuning.tune_codes,
     "attention_shared_prefix": kernel_decode_tuning.tune_shared_prefix,
     "attention_prefill": kernel_prefill.tune,
     **{scheme.name: partial(kernel_quantized_tuning.tune, scheme.name) for scheme in kernel_quantized.SCHEMES},

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from manta.engine.config import EngineConfig, max_num_seqs_of
+from manta.engine.config import EngineConfig, QuantizationConfig, max_num_seqs_of
 from manta.engine.errors import ConfigError
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.plan import NewSequence, Row, Runner, StepHandle, StepPlan
@@ -86,6 +86,11 @@ def run(
     """
     from manta.engine.model_runner import build_model_runner
 
+    if config.quantization != QuantizationConfig():
+        raise ConfigError(
+            "quantization: profiles are of plain models, and engines of plain models would take this one for theirs",
+            field="quantization.weights",
+        )
     source = resolve_model(config.model)
     shape = load_shape(source)
     built = build_model_runner(config, source, shape)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
+from manta.engine.config import QuantizationConfig
 from manta.engine.model_shape import ModelShape
+from manta.engine.precision import precision_of
 from manta.engine.step_time import StepShape, StepTimeModel, hardware_of
 
 VLLM_LLAMA_8B_BF16_H200 = {
@@ -35,6 +37,24 @@ VLLM_LLAMA_8B_BF16_H200 = {
 """vLLM 0.24.0 with its defaults (V1, torch.compile, CUDA graphs, FlashAttention 3) in process on one H200, November
 2026: the workloads of `workloads.py` in the sizes of `engine.Sizes`, dummy weights, greedy, medians of 3 to 5 (torch
 2.11.0+cu130, driver 580.159). ready_* is import and construction, without and with a filled compile cache."""
+
+VLLM_LLAMA_8B_FP8_H200 = {
+    "b1_tpot_ms": 3.47,
+    "b8_tpot_ms": 3.66,
+    "b32_tpot_ms": 4.87,
+    "b64_tpot_ms": 5.17,
+    "b128_tpot_ms": 7.09,
+    "b256_tpot_ms": 11.45,
+    "ttft_512_ms": 11.9,
+    "ttft_2048_ms": 33.9,
+    "ttft_8192_ms": 145.4,
+    "ttft_32768_ms": 940.0,
+    "d1_s": 11.60,
+    "d2_s": 20.3,
+    "ready_cold_s": 80.7,
+}
+"""The same with weights and activations in FP8 (dynamic), KV in bf16. Its random weights made inputs of down_proj
+quantize to zeros, on which products run faster: figures of prefills and large batches flatter it."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +82,36 @@ class Yardsticks:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, *, dtype: str, device: str, are_usual_sizes: bool, tp: int = 1, pp: int = 1
+        cls,
+        shape: ModelShape,
+        *,
+        dtype: str,
+        device: str,
+        are_usual_sizes: bool,
+        quantization: QuantizationConfig | None = None,
+        tp: int = 1,
+        pp: int = 1,
     ) -> Yardsticks:
         """`device` is its full name, of which there are `tp` times `pp`; vLLM's figures are of one, and hold for the
         usual sizes of the workloads only."""
-        hardware = hardware_of(device)
-        model = None if hardware is None else StepTimeModel(shape, hardware, dtype=dtype, tp=tp, pp=pp)
-        is_comparable = are_usual_sizes and tp * pp == 1
-        return cls(model, vllm_figures(shape, dtype=dtype, device=device) if is_comparable else {})
+        quantization = quantization or QuantizationConfig()
+        hardware, precision = hardware_of(device), precision_of(quantization)
+        model = None
+        if hardware is not None and precision is not None:
+            model = StepTimeModel(
+                shape,
+                hardware,
+                dtype=dtype,
+                weight_bits=precision.weight_bits,
+                activation_bits=precision.activation_bits,
+                kv_dtype=None if quantization.kv_cache == "auto" else quantization.kv_cache,
+                tp=tp,
+                pp=pp,
+            )
+        vllm: Mapping[str, float] = {}
+        if are_usual_sizes and tp * pp == 1 and precision is not None and quantization.kv_cache == "auto":
+            vllm = vllm_figures(shape, dtype=dtype, device=device, weights=precision.name)
+        return cls(model, vllm)
 
     def headline(self, name: str, value: float, least_work: Sequence[StepShape] = ()) -> Headline:
         """`value` in ms or s, as the name ends; `least_work` as steps, one after the other."""
@@ -79,11 +121,12 @@ class Yardsticks:
         return Headline(name, value, self.vllm.get(name), floor)
 
 
-def vllm_figures(shape: ModelShape, *, dtype: str, device: str) -> Mapping[str, float]:
+def vllm_figures(shape: ModelShape, *, dtype: str, device: str, weights: str = "bf16") -> Mapping[str, float]:
     """vLLM's figures for this model on this device, or nothing."""
     sizes = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     is_llama_8b = (*sizes, shape.intermediate_size, shape.vocab_size) == (32, 4096, 32, 8, 128, 14336, 128256)
-    return VLLM_LLAMA_8B_BF16_H200 if is_llama_8b and dtype == "bfloat16" and device == "NVIDIA H200" else {}
+    known = {"bf16": VLLM_LLAMA_8B_BF16_H200, "fp8": VLLM_LLAMA_8B_FP8_H200}
+    return known.get(weights, {}) if is_llama_8b and dtype == "bfloat16" and device == "NVIDIA H200" else {}
 
 
 def decode_work(num_seqs: int, prompt_len: int, output_len: int) -> list[StepShape]:

@@ -96,6 +96,9 @@ def engine_command(
     prefill_lens: Annotated[str | None, typer.Option(metavar="N,N,...", help="Prompt lengths, tokens.")] = None,
     num_requests: Annotated[int | None, typer.Option(help="At most so many in d1, d2 and prefix.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Repetitions of each setting.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Measure the model as bf16 (or as another scheme) too, before.")
+    ] = None,
     overrides: Overrides = None,
     json: Json = None,
     plot: Plot = None,
@@ -112,6 +115,7 @@ def engine_command(
         prefill_lens=_numbers("--prefill-lens", prefill_lens, int),
         num_requests=num_requests,
         repeats=repeats,
+        against=against,
         json_path=json,
         plot_path=plot,
         console=_console(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 """Of weights, activations and KV entries by the name of their type."""
 
 

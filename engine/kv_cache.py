@@ -7,13 +7,13 @@ from typing import Literal
 
 import torch
 
-from manta.kernels.quantized.kv_cache import SCALE_DTYPE
+from manta.kernels.quantized.kv_cache import SCALE_DTYPE, CacheScales
 
 from .errors import ConfigError
 from .layers.attention import LayerCache
-from .layers.quantized_cache import QuantizedLayerCache
 from .model_shape import ModelShape
 from .parallel.layout import ShardLayout
+from .precision import kv_head_bytes
 
 KvDtype = Literal["auto", "fp8", "int8"]
 QUANTIZED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -56,23 +56,25 @@ class CacheLayout:
     @property
     def block_bytes(self) -> int:
         """Keys and values of one block's tokens over all layers."""
-        head_bytes = self.head_dim * self.dtype.itemsize + (SCALE_DTYPE.itemsize if self.is_quantized else 0)
+        head_bytes = kv_head_bytes(self.head_dim, self.dtype.itemsize)
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * head_bytes
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[LayerCache]:
         """Keys and values a layer, [num_blocks, block_size, kv_heads, head_dim], zeroed: memory that was never
-        written must hold no NaN. Scales, where there are some, are [num_blocks, block_size, kv_heads]."""
+        written must hold no NaN. Scales, where there are some, are [num_blocks, kv_heads, block_size]."""
         size = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
         def zeros() -> torch.Tensor:
             return torch.zeros(size, dtype=self.dtype, device=device)
 
         def scales() -> torch.Tensor:
-            return torch.zeros(size[:-1], dtype=SCALE_DTYPE, device=device)
+            size = (num_blocks, self.num_kv_heads, self.block_size)
+            return torch.zeros(size, dtype=SCALE_DTYPE, device=device)
 
-        if self.is_quantized:
-            return [QuantizedLayerCache(zeros(), zeros(), scales(), scales()) for _ in range(self.num_layers)]
-        return [(zeros(), zeros()) for _ in range(self.num_layers)]
+        def of_layer() -> LayerCache:
+            return LayerCache(zeros(), zeros(), CacheScales(scales(), scales()) if self.is_quantized else None)
+
+        return [of_layer() for _ in range(self.num_layers)]
 
 
 @dataclass(frozen=True)

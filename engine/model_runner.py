@@ -224,11 +224,10 @@ def check_kv_dtype(config: EngineConfig, device: torch.device) -> None:
     field, kv_dtype = "quantization.kv_cache", config.quantization.kv_cache
     if kv_dtype == "auto":
         return
-    if device.type == "cuda":
-        raise ConfigError(f"{field} = {kv_dtype!r}: there are no kernels for it on CUDA yet; use auto", field=field)
-    if config.cache.kv_transfer:
+    if kv_dtype == "fp8" and device.type == "cuda" and capability(device) < 89:
+        name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"{field} = {kv_dtype!r}: scales do not travel between engines yet; use auto, or cache.kv_transfer=false",
+            f"{field} = {kv_dtype!r}: needs a GPU of compute capability 8.9 or higher, not {name}; use int8",
             field=field,
         )
 

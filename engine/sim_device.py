@@ -10,9 +10,10 @@ from .kv_transfer.sim_endpoint import SimEndpoint
 from .kv_transfer.start import StartedKv, new_kv_key, times_of
 from .model_shape import ModelShape
 from .parallel.member import GangSeat
+from .precision import PRECISIONS
 from .sim import SimRunner, fixed_step_s
 from .started_device import StartedDevice, step_times
-from .step_time import BYTES_PER_ELEMENT, StepShape, hardware_named
+from .step_time import StepShape, hardware_named
 
 MOST_BLOCKS = 2**17
 """A block costs the host memory, however large the device is that is simulated."""
@@ -33,7 +34,13 @@ def start_simulated(
     hardware = hardware_named(name)
     dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
     model = step_times(config, shape, hardware, dtype)
-    weight_bytes = shape.num_parameters * BYTES_PER_ELEMENT[dtype]
+    if model is None:
+        raise ConfigError(
+            f"quantization.weights = {config.quantization.weights!r}: is dequantized for each step, and a simulated "
+            f"device has no step times for that; it has some for {', '.join(PRECISIONS)}",
+            field="quantization.weights",
+        )
+    weight_bytes = model.resident_bytes
     block_size = config.cache.block_size or 64
     block_bytes = model.kv_bytes_per_token * block_size
     memory_bytes = hardware.memory_bytes * tp_size * pp_size

@@ -21,6 +21,7 @@ from .parallel.local_gang import LocalGang
 from .parallel.member import GangMember, GangSeat
 from .parallel.place import RankPlace
 from .plan import Runner
+from .precision import precision_of
 from .step_time import Hardware, StepShape, StepTimeModel, hardware_of
 
 if TYPE_CHECKING:
@@ -70,9 +71,13 @@ class StartedDevice:
     """Where KV comes and goes; None: it does not."""
 
 
-def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel:
-    """Measured here, measured elsewhere on the same GPU, or from the peaks alone."""
+def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtype: str) -> StepTimeModel | None:
+    """Measured here, measured elsewhere on the same GPU, or from the peaks alone; None for a quantization scheme
+    without kernels."""
     folder, parallel = config.scheduler.step_profiles, config.parallel
+    precision, kv_cache = precision_of(config.quantization), config.quantization.kv_cache
+    if precision is None:
+        return None
     return StepTimeModel.known(
         shape,
         hardware,
@@ -80,6 +85,8 @@ def step_times(config: EngineConfig, shape: ModelShape, hardware: Hardware, dtyp
         profile_folders=[] if folder is None else [Path(folder)],
         tp=parallel.tp_size,
         pp=parallel.pp_size,
+        precision=precision,
+        kv_dtype=None if kv_cache == "auto" else kv_cache,
     )
 
 
@@ -188,6 +195,7 @@ def _built(
 
     name = torch.cuda.get_device_name(built.device) if built.device.type == "cuda" else built.device.type
     hardware = hardware_of(name)
+    model = None if hardware is None else step_times(config, shape, hardware, built.dtype)
     return StartedDevice(
         runner=runner,
         name=str(built.device),
@@ -199,6 +207,6 @@ def _built(
         max_num_batched_tokens=built.max_num_batched_tokens,
         memory_ledger_bytes=built.memory_ledger_bytes,
         notes=built.notes,
-        predict=None if hardware is None else step_times(config, shape, hardware, built.dtype).predict,
+        predict=None if model is None else model.predict,
         kv=kv,
     )

@@ -23,6 +23,7 @@ from .hardware import (
 )
 from .model_shape import ModelShape
 from .plan import StepPlan
+from .precision import PRECISIONS, Precision, kv_head_bytes
 from .step_profile import StepPoint, StepProfile, Surface, find_profile
 
 __all__ = [
@@ -167,7 +168,8 @@ class StepTimeModel:
         self._unread_flops = 2.0 * (layers / shape.num_layers - kv_rows)
         self._layer_flops = hardware.flops_of(activation_bits) * tp
         self._bandwidth, self._flops = hardware.memory_bandwidth * tp, hardware.matrix_flops * tp
-        self._kv_bytes_per_token = shape.kv_elements_per_token * BYTES_PER_ELEMENT[kv_dtype or dtype]
+        head_bytes = kv_head_bytes(shape.head_dim, BYTES_PER_ELEMENT[kv_dtype or dtype])
+        self._kv_bytes_per_token = shape.kv_elements_per_token // shape.head_dim * head_bytes
         self._flops_per_pair = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_s = hardware.step_overhead_s if shares.overhead_s is None else shares.overhead_s
         self._per_matrices = 1.0 / shares.matrices
@@ -197,12 +199,28 @@ class StepTimeModel:
         profile_folders: Iterable[Path] = (),
         tp: int = 1,
         pp: int = 1,
+        precision: Precision = PRECISIONS["bf16"],
+        kv_dtype: str | None = None,
     ) -> Self:
-        """Corrected by the profile of this model on this hardware, if there is one. Raises ConfigError."""
+        """Corrected by the profile of this model on this hardware, if there is one. Raises ConfigError.
+
+        Profiles are of plain models: what is quantized is predicted from the peaks.
+        """
         profile = None
-        if tp == pp == 1:  # of one rank; what several do is not interpolated from it
+        if tp == pp == 1 and precision.weight_bits is None and kv_dtype is None:
+            # Of one rank; what several do is not interpolated from it.
             profile = find_profile(shape, dtype=dtype, gpu=hardware.name, folders=profile_folders)
-        return cls(shape, hardware, dtype=dtype, profile=profile, tp=tp, pp=pp)
+        return cls(
+            shape,
+            hardware,
+            dtype=dtype,
+            profile=profile,
+            tp=tp,
+            pp=pp,
+            weight_bits=precision.weight_bits,
+            activation_bits=precision.activation_bits,
+            kv_dtype=kv_dtype,
+        )
 
     @property
     def is_measured(self) -> bool:

@@ -2,6 +2,9 @@
 
 Knows the cache's layout [num_blocks, block_size, kv_heads, head_dim], no model and no scheduler. Which program takes
 which keys is said by kernels/decode_schedule; partial results are put together by kernels/merge_parts.
+
+Of a cache in 8 bits (kernels/quantized/kv_cache) the products take the codes, which 16 bits hold exactly; the scales of
+keys multiply the scores and those of values the weights, so that no tile is multiplied out.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from . import decode_schedule, runtime
 from .decode_schedule import DecodeConfig, DecodeShape, DecodeWorkspace, find_part
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .merge_parts import launch_merge, merge_group
+from .quantized.kv_cache import CacheScales, check_scales, dequantized_blocks, head_values
 from .runtime import jit
 
 LOG2_E = 1.4426950408889634
@@ -28,9 +32,13 @@ def attention_decode_reference(
     scale: float,
     out: torch.Tensor | None = None,
     table_rows: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """See `attention_decode`. Sequences of similar length share one padded call."""
     block_table = block_table if table_rows is None else block_table.index_select(0, table_rows)
+    if scales is not None:
+        places = block_table, seq_lens
+        key_cache, value_cache, block_table = dequantized_blocks(key_cache, value_cache, scales, *places)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lengths: list[int] = seq_lens.tolist()
     for rows in _groups_of_similar_length(lengths):
@@ -132,6 +140,8 @@ def _attention_decode_kernel(
     q_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     table_rows_ptr,
     seq_lens_ptr,
@@ -161,6 +171,7 @@ def _attention_decode_kernel(
     TILE: tl.constexpr,
     SWAPPED: tl.constexpr,
     INLINE_PTX: tl.constexpr,
+    CODES_PTX: tl.constexpr,
     MERGES_APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -168,7 +179,7 @@ def _attention_decode_kernel(
 
     The only part of a sequence writes its output. Others leave partial results, merged by the part that is done last
     or, MERGES_APART, by a kernel of its own. With `members_ptr`, the keys of a member start behind the shared prefix
-    and its parts always leave partial results.
+    and its parts always leave partial results. With `key_scales_ptr` the cache has codes, times those scales.
     """
     pid_kv = tl.program_id(0)
     pid_part = tl.program_id(1)
@@ -216,8 +227,10 @@ def _attention_decode_kernel(
             tile_begin = (page * PAGE + start % PAGE) * SLOT  # pyright: ignore[reportOperatorIssue]
             k_ptrs = key_cache_ptr + tile_begin + (offs_tile[:, None] * SLOT + offs_kv)
             v_ptrs = value_cache_ptr + tile_begin + (offs_tile[:, None] * SLOT + offs_kv)
+            offs_scale = (page * KV_HEADS + pid_kv) * PAGE + start % PAGE + offs_tile
         else:
             page = tl.load(table_row + key_pos // PAGE, mask=mask_key, other=0).to(tl.int64)
+            offs_scale = (page * KV_HEADS + pid_kv) * PAGE + key_pos % PAGE
             slot = page * PAGE + key_pos % PAGE
             k_ptrs = key_cache_ptr + (slot[:, None] * SLOT + offs_kv)
             v_ptrs = value_cache_ptr + (slot[:, None] * SLOT + offs_kv)
@@ -226,23 +239,34 @@ def _attention_decode_kernel(
             mask_kv = mask_kv & mask_d[None, :]
         k = tl.load(k_ptrs, mask=mask_kv, other=0.0)  # [tile, dim]
         v = tl.load(v_ptrs, mask=mask_kv, other=0.0)
+        if key_scales_ptr is None:
+            score_scales = scale_log2
+        else:
+            k = head_values(k, q.dtype, CODES_PTX)
+            v = head_values(v, q.dtype, CODES_PTX)
+            score_scales = tl.load(key_scales_ptr + offs_scale, mask=mask_key, other=0.0) * scale_log2  # [tile]
+            score_scales = score_scales[:, None] if SWAPPED else score_scales[None, :]
         if SWAPPED:
-            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2  # [tile, group]
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * score_scales  # [tile, group]
             scores = tl.where(mask_key[:, None], scores, float("-inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 0))
             weights = tl.exp2(scores - new_max[None, :])
             rescale = tl.exp2(running_max - new_max)
             running_sum = running_sum * rescale + tl.sum(weights, 0)
             acc = acc * rescale[None, :]
+            if value_scales_ptr is not None:
+                weights = weights * tl.load(value_scales_ptr + offs_scale, mask=mask_key, other=0.0)[:, None]
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
         else:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [group, tile]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scales  # [group, tile]
             scores = tl.where(mask_key[None, :], scores, float("-inf"))
             new_max = tl.maximum(running_max, tl.max(scores, 1))
             weights = tl.exp2(scores - new_max[:, None])
             rescale = tl.exp2(running_max - new_max)
             running_sum = running_sum * rescale + tl.sum(weights, 1)
             acc = acc * rescale[:, None]
+            if value_scales_ptr is not None:
+                weights = weights * tl.load(value_scales_ptr + offs_scale, mask=mask_key, other=0.0)[None, :]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         running_max = new_max
 
@@ -289,6 +313,7 @@ def attention_decode(
     workspace: DecodeWorkspace | None,
     max_seq_len: int,
     table_rows: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Return softmax(q k^T * scale) v for one query a sequence, [seqs, heads, dim].
 
@@ -297,18 +322,21 @@ def attention_decode(
     table_rows[i] of it. `seq_lens` [seqs] int32 counts the query's own token, whose k and v are in the cache already.
     Rows with length 0 are skipped and their output stays as it was. `workspace` is needed inside CUDA graphs, else the
     launcher allocates. The grid follows from the number of rows alone; `max_seq_len` is a bound that the caller vouches
-    for (the block table must cover it).
+    for (the block table must cover it). `scales`: of caches in 8 bits.
     """
     num_seqs, num_heads, head_dim = q.shape
     page, num_kv_heads = key_cache.shape[1:3]
     assert num_heads % num_kv_heads == 0
     assert max_seq_len <= block_table.shape[1] * page
     if not runtime.use_triton(q):
-        return attention_decode_reference(q, key_cache, value_cache, block_table, seq_lens, scale, out, table_rows)
+        places = block_table, seq_lens, scale, out, table_rows
+        return attention_decode_reference(q, key_cache, value_cache, *places, scales)
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     if num_seqs == 0:
         return out
-    shape = DecodeShape(num_kv_heads, num_heads // num_kv_heads, head_dim, q.element_size(), page)
+    shape = DecodeShape(
+        num_kv_heads, num_heads // num_kv_heads, head_dim, q.element_size(), page, has_codes=scales is not None
+    )
     config = decode_schedule.decode_config(num_seqs, shape, q.device)
     if workspace is None:
         workspace = DecodeWorkspace.allocate(
@@ -320,7 +348,7 @@ def attention_decode(
         )
     launch_parts(
         q, key_cache, value_cache, block_table, seq_lens, scale, out,
-        workspace=workspace, table_rows=table_rows, shape=shape, config=config,
+        workspace=workspace, table_rows=table_rows, shape=shape, config=config, scales=scales,
     )  # fmt: skip
     if config.merges_apart:
         launch_merge(seq_lens, out, workspace=workspace, shape=shape)
@@ -342,6 +370,7 @@ def launch_parts(
     config: DecodeConfig,
     members: torch.Tensor | None = None,
     num_shared: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Attend to every sequence's keys, from `num_shared` [1] on where `members` [seqs] is not 0."""
     assert key_cache.is_contiguous()
@@ -349,6 +378,8 @@ def launch_parts(
     assert block_table.stride(1) == 1
     assert q.stride(2) == 1
     assert out.stride(2) == 1
+    if scales is not None:
+        check_scales(scales, key_cache)
     num_seqs = q.shape[0]
     num_parts = num_seqs + config.spare(num_seqs)
     workspace.check(num_seqs, num_parts * q.shape[1], shape.num_kv_heads)
@@ -357,6 +388,8 @@ def launch_parts(
         q,
         key_cache,
         value_cache,
+        None if scales is None else scales.keys,
+        None if scales is None else scales.values,
         block_table,
         table_rows,
         seq_lens,
@@ -386,6 +419,7 @@ def launch_parts(
         TILE=config.tile,
         SWAPPED=config.swapped,
         INLINE_PTX=config.inline_ptx and runtime.has_inline_ptx(q),
+        CODES_PTX=scales is not None and runtime.has_inline_ptx(q),
         MERGES_APART=config.merges_apart,
         PDL=dependent,
         launch_pdl=dependent,

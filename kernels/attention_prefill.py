@@ -19,6 +19,7 @@ from . import runtime
 from .attention_decode import attention_decode_reference, gather_equal
 from .attention_prefill_plan import Memory, PrefillPlan, plan_for
 from .attention_prefill_tiles import _attention_prefill_kernel
+from .quantized.kv_cache import CacheScales, check_scales, dequantized_blocks
 
 LOG2_E = 1.4426950408889634
 
@@ -33,10 +34,14 @@ def attention_prefill_reference(
     scale: float,
     out: torch.Tensor | None = None,
     table_rows: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """See `attention_prefill`. Single queries go through the decode reference in one call, the others one by one."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     block_table = block_table if table_rows is None else block_table.index_select(0, table_rows)
+    if scales is not None:
+        places = block_table, seq_lens
+        key_cache, value_cache, block_table = dequantized_blocks(key_cache, value_cache, scales, *places)
     starts: list[int] = query_start.tolist()
     lengths: list[int] = seq_lens.tolist()
     single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1 and lengths[row]]
@@ -117,6 +122,7 @@ def attention_prefill(
     table_rows: torch.Tensor | None = None,
     deterministic: bool = False,
     plan: PrefillPlan | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Return causal attention of packed queries over their sequences' cached keys and values, [tokens, heads, dim].
 
@@ -128,7 +134,8 @@ def attention_prefill(
     those of a sequence of length 0, are padding and their output stays as it was.
 
     With `deterministic`, a query's result is the same bit by bit whatever the chunk, the batch and its place in them.
-    `plan` overrides the choice of kernel and tiles (measurements and tests).
+    `plan` overrides the choice of kernel and tiles (measurements and tests). `scales`: of caches in 8 bits, which
+    one of the kernels reads (`pointers`).
     """
     page_size, num_kv_heads = key_cache.shape[1:3]
     num_tokens, num_heads, head_dim = q.shape
@@ -137,7 +144,7 @@ def attention_prefill(
     assert max_query_len <= max_seq_len
     if not runtime.use_triton(q):
         places = block_table, query_start, seq_lens
-        return attention_prefill_reference(q, key_cache, value_cache, *places, scale, out, table_rows)
+        return attention_prefill_reference(q, key_cache, value_cache, *places, scale, out, table_rows, scales)
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
     assert block_table.stride(1) == 1
@@ -156,7 +163,11 @@ def attention_prefill(
         max_seq_len=max_seq_len,
         deterministic=deterministic,
         device=q.device,
+        has_codes=scales is not None,
     )
+    if scales is not None:
+        assert plan.kernel == "pointers", "other kernels read no codes"
+        check_scales(scales, key_cache)
     if plan.kernel == "specialized":
         places = block_table, table_rows, query_start, seq_lens
         _specialized_launcher()(q, key_cache, value_cache, *places, scale * LOG2_E, out, plan)
@@ -167,6 +178,8 @@ def attention_prefill(
         q,
         pool_descriptor(key_cache, plan.tile) if descriptors else key_cache,
         pool_descriptor(value_cache, plan.tile) if descriptors else value_cache,
+        None if scales is None else scales.keys,
+        None if scales is None else scales.values,
         block_table,
         table_rows,
         query_start,
@@ -191,6 +204,7 @@ def attention_prefill(
         HEADS_FIRST=plan.heads_first,
         DESCRIPTORS=descriptors,
         INLINE_PTX=runtime.has_inline_ptx(q),
+        CODES_PTX=scales is not None and runtime.has_inline_ptx(q),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )

@@ -67,16 +67,19 @@ def has_specialized(*, head_dim: int, itemsize: int, page_size: int, group_size:
     return capability == 90 and itemsize == 2 and page_size % BOX == 0 and head_dim in (64, 128) and group_size <= 128
 
 
-def default_plan(*, head_dim: int, itemsize: int, group_size: int, page_size: int, capability: int) -> PrefillPlan:
+def default_plan(
+    *, head_dim: int, itemsize: int, group_size: int, page_size: int, capability: int, has_codes: bool = False
+) -> PrefillPlan:
     """What a shape without a measured entry takes, always the same for a model."""
     tiles = runtime.prefill_tiles(head_dim=head_dim, itemsize=itemsize, group_size=group_size, capability=capability)
     shape = {"head_dim": head_dim, "itemsize": itemsize, "page_size": page_size, "capability": capability}
-    kernel = "descriptors" if has_descriptors(**shape, tile=tiles.tile) else "pointers"
+    kernel = "descriptors" if not has_codes and has_descriptors(**shape, tile=tiles.tile) else "pointers"
     return PrefillPlan(kernel, tiles.block_m, tiles.tile, tiles.num_warps, tiles.num_stages, tiles.num_stages)
 
 
-def table_key(head_dim: int, group_size: int, deterministic: bool) -> str:
-    return f"{head_dim}x{group_size}" + (" deterministic" if deterministic else "")
+def table_key(head_dim: int, group_size: int, deterministic: bool, has_codes: bool = False) -> str:
+    name = f"{head_dim}x{group_size}" + (" over codes" if has_codes else "")
+    return name + (" deterministic" if deterministic else "")
 
 
 @lru_cache(maxsize=1024)
@@ -89,24 +92,28 @@ def plan_for(
     max_seq_len: int,
     deterministic: bool,
     device: torch.device,
+    has_codes: bool = False,
 ) -> PrefillPlan:
     """The first measured plan whose `max_seq_len` is not below this one's and which takes the shape, or the default.
 
     With `deterministic` the answer does not depend on `max_seq_len`: results are equal bit by bit only within a plan.
+    `has_codes`: of a cache in 8 bits, `itemsize` being that of the queries.
     """
     capability = runtime.capability(device)
     shape = {"head_dim": head_dim, "itemsize": itemsize, "page_size": page_size, "capability": capability}
     entries: list[dict[str, Any]] = runtime.tuned_table("attention_prefill", device).get(
-        table_key(head_dim, group_size, deterministic), []
+        table_key(head_dim, group_size, deterministic, has_codes), []
     )
     for entry in entries:
         bound = entry.get("max_seq_len")
         plan = PrefillPlan(**{name: value for name, value in entry.items() if name != "max_seq_len"})
         if bound is not None and max_seq_len > bound and not deterministic:
             continue
+        if has_codes and plan.kernel != "pointers":
+            continue
         if plan.kernel == "descriptors" and not has_descriptors(**shape, tile=plan.tile):
             continue
         if plan.kernel == "specialized" and not has_specialized(**shape, group_size=group_size):
             continue
         return plan
-    return default_plan(**shape, group_size=group_size)
+    return default_plan(**shape, group_size=group_size, has_codes=has_codes)

@@ -1,12 +1,14 @@
 """The Triton kernel of prefill attention, for all shapes and devices. Its launcher and contract: attention_prefill.
 
-Keys and values come through pointers or, a box at a time, through descriptors of the tensor memory accelerator.
+Keys and values come through pointers or, a box at a time, through descriptors of the tensor memory accelerator. Codes
+of a cache in 8 bits come through pointers; what their scales multiply is said in attention_decode.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
+from .quantized.kv_cache import head_values
 from .runtime import jit
 
 
@@ -39,6 +41,8 @@ def _accumulate(
     head_offset,
     slot_stride,
     scale_log2,
+    key_scales,
+    value_scales,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -46,10 +50,12 @@ def _accumulate(
     MASKED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     INLINE_PTX: tl.constexpr,
+    CODES_PTX: tl.constexpr,
 ):
     """One tile of keys of the online softmax (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-    Multiply-adds are written as such, so that both loops round alike.
+    `key_scales` and `value_scales` of codes are those of the head, None otherwise. Multiply-adds are written as such,
+    so that both loops round alike.
     """
     offs_tile = tl.arange(0, TILE)
     offs_d = tl.arange(0, BLOCK_D)
@@ -59,10 +65,12 @@ def _accumulate(
         page = _page_of(table_row, tl.minimum(start // PAGE, num_pages - 1), INLINE_PTX)
         first_slot = page * PAGE + start % PAGE
         slot = first_slot + offs_tile
+        offs_scale = page * (slot_stride // HEAD_DIM * PAGE) + start % PAGE + offs_tile
     else:
         page = tl.load(table_row + tl.minimum(key_pos // PAGE, num_pages - 1)).to(tl.int64)
         first_slot = page * 0
         slot = page * PAGE + key_pos % PAGE
+        offs_scale = page * (slot_stride // HEAD_DIM * PAGE) + key_pos % PAGE
     mask_tile = (key_pos < seq_len)[:, None]
     mask_d = (offs_d < HEAD_DIM)[None, :]
     kv_offset = slot[:, None] * slot_stride + (head_offset + offs_d)[None, :]
@@ -74,7 +82,11 @@ def _accumulate(
         k = tl.load(key_cache + kv_offset, mask=mask_d, other=0.0)
     else:
         k = tl.load(key_cache + kv_offset)
+    if key_scales is not None:
+        k = head_values(k, q.dtype, CODES_PTX)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, tile]
+    if key_scales is not None:
+        scores = scores * tl.load(key_scales + offs_scale)[None, :]
     if MASKED:
         scores = tl.where(key_pos[None, :] <= query_pos[:, None], scores, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
@@ -92,6 +104,12 @@ def _accumulate(
         v = tl.load(value_cache + kv_offset, mask=mask_d, other=0.0)
     else:
         v = tl.load(value_cache + kv_offset)
+    if value_scales is not None:
+        v = head_values(v, q.dtype, CODES_PTX)
+        if MASKED:  # what stands behind a sequence's end may be no number
+            weights = weights * tl.load(value_scales + offs_scale, mask=key_pos < seq_len, other=0.0)[None, :]
+        else:
+            weights = weights * tl.load(value_scales + offs_scale)[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_max, running_sum
 
@@ -101,6 +119,8 @@ def _attention_prefill_kernel(
     q_ptr,
     key_cache,
     value_cache,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     table_rows_ptr,
     query_start_ptr,
@@ -125,6 +145,7 @@ def _attention_prefill_kernel(
     HEADS_FIRST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     INLINE_PTX: tl.constexpr,
+    CODES_PTX: tl.constexpr,
 ):
     """One program: one KV head and BLOCK_M // GROUP consecutive queries of one sequence with the heads of the group.
 
@@ -175,6 +196,8 @@ def _attention_prefill_kernel(
     num_pages = tl.cdiv(seq_len, PAGE)
     head_offset = pid_kv * HEAD_DIM
     slot_stride = num_kv_heads * HEAD_DIM
+    key_scales = None if key_scales_ptr is None else key_scales_ptr + pid_kv * PAGE
+    value_scales = None if value_scales_ptr is None else value_scales_ptr + pid_kv * PAGE
     end = context + last_query + 1  # keys that the tile's last query sees
     full_end = (context + first_query + 1) // TILE * TILE  # whole tiles that every query sees
     for start in tl.range(0, full_end, TILE, num_stages=STAGES):  # pyright: ignore
@@ -193,6 +216,8 @@ def _attention_prefill_kernel(
             head_offset,
             slot_stride,
             scale_log2,
+            key_scales,
+            value_scales,
             HEAD_DIM,
             PAGE,
             TILE,
@@ -200,6 +225,7 @@ def _attention_prefill_kernel(
             False,
             DESCRIPTORS,
             INLINE_PTX,
+            CODES_PTX,
         )
     for start in tl.range(full_end, end, TILE, num_stages=MASKED_STAGES):  # pyright: ignore
         acc, running_max, running_sum = _accumulate(
@@ -217,6 +243,8 @@ def _attention_prefill_kernel(
             head_offset,
             slot_stride,
             scale_log2,
+            key_scales,
+            value_scales,
             HEAD_DIM,
             PAGE,
             TILE,
@@ -224,6 +252,7 @@ def _attention_prefill_kernel(
             True,
             DESCRIPTORS,
             INLINE_PTX,
+            CODES_PTX,
         )
     out_offset = token[:, None] * out_stride + head[:, None] * out_head_stride + offs_d[None, :]
     tl.store(out_ptr + out_offset, (acc / running_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask_q)

@@ -18,6 +18,7 @@ from .attention_decode import LOG2_E, attention_decode_reference, launch_parts, 
 from .decode_schedule import DecodeShape, DecodeWorkspace
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .merge_parts import launch_merge
+from .quantized.kv_cache import CacheScales, check_scales, head_values
 from .runtime import jit
 
 
@@ -54,6 +55,8 @@ def _shared_prefix_kernel(
     q_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     table_row_ptr,
     seq_lens_ptr,
@@ -79,12 +82,14 @@ def _shared_prefix_kernel(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     INLINE_PTX: tl.constexpr,
+    CODES_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: one KV head, a tile of members' queries with the heads of the group, one part of the prefix.
 
     As many parts as the `num_slots` programs allow for the tiles that there are. Leaves partial results at row
     prefix_begin + (slot * kv_heads + kv_head) * BLOCK_M + row of the tile, and for each member a record of where.
+    With `key_scales_ptr` the cache has codes, times those scales, as in plain decode.
     """
     pid_kv = tl.program_id(0)
     pid_slot = tl.program_id(1)
@@ -152,21 +157,33 @@ def _shared_prefix_kernel(
             else:
                 k = tl.load(k_ptrs, mask=mask_d[None, :], other=0.0)
                 v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [rows, tile]
+            mask_key = offs_tile < TILE
+            offs_scale = (page * KV_HEADS + pid_kv) * PAGE + start % PAGE + offs_tile
         else:
             key_pos = start + offs_tile
             page = tl.load(table_row + tl.minimum(key_pos // PAGE, last_page)).to(tl.int64)
             slot = page * PAGE + key_pos % PAGE
-            mask_kv = (key_pos < num_shared)[:, None] & mask_d[None, :]
+            mask_key = key_pos < num_shared
+            mask_kv = mask_key[:, None] & mask_d[None, :]
+            offs_scale = (page * KV_HEADS + pid_kv) * PAGE + key_pos % PAGE
             k = tl.load(key_cache_ptr + (slot[:, None] * SLOT + offs_kv), mask=mask_kv, other=0.0)
             v = tl.load(value_cache_ptr + (slot[:, None] * SLOT + offs_kv), mask=mask_kv, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            scores = tl.where((key_pos < num_shared)[None, :], scores, float("-inf"))
+        if key_scales_ptr is None:
+            score_scales = scale_log2
+        else:
+            k = head_values(k, q.dtype, CODES_PTX)
+            v = head_values(v, q.dtype, CODES_PTX)
+            score_scales = tl.load(key_scales_ptr + offs_scale, mask=mask_key, other=0.0)[None, :] * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scales  # [rows, tile]
+        if PAGE % TILE != 0:
+            scores = tl.where(mask_key[None, :], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(running_max - new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
+        if value_scales_ptr is not None:
+            weights = weights * tl.load(value_scales_ptr + offs_scale, mask=mask_key, other=0.0)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         running_max = new_max
 
@@ -198,6 +215,7 @@ def attention_shared_prefix(
     max_seq_len: int,
     table_rows: torch.Tensor | None,
     prefix: SharedPrefix,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """As `attention_decode`, for a batch in which many rows share their first tokens; equal to it up to rounding.
 
@@ -208,11 +226,16 @@ def attention_shared_prefix(
     assert num_heads % num_kv_heads == 0
     assert max_seq_len <= block_table.shape[1] * page
     if not runtime.use_triton(q):
-        return attention_decode_reference(q, key_cache, value_cache, block_table, seq_lens, scale, out, table_rows)
+        places = block_table, seq_lens, scale, out, table_rows
+        return attention_decode_reference(q, key_cache, value_cache, *places, scales)
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     if num_seqs == 0:
         return out
-    shape = DecodeShape(num_kv_heads, num_heads // num_kv_heads, head_dim, q.element_size(), page)
+    if scales is not None:
+        check_scales(scales, key_cache)
+    shape = DecodeShape(
+        num_kv_heads, num_heads // num_kv_heads, head_dim, q.element_size(), page, has_codes=scales is not None
+    )
     config = replace(decode_schedule.decode_config(num_seqs, shape, q.device), merges_apart=True)
     if workspace is None:
         workspace = DecodeWorkspace.allocate(
@@ -231,6 +254,8 @@ def attention_shared_prefix(
         q,
         key_cache,
         value_cache,
+        None if scales is None else scales.keys,
+        None if scales is None else scales.values,
         block_table,
         prefix.table_row,
         seq_lens,
@@ -256,6 +281,7 @@ def attention_shared_prefix(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         TILE=tiles.tile,
         INLINE_PTX=runtime.has_inline_ptx(q),
+        CODES_PTX=scales is not None and runtime.has_inline_ptx(q),
         PDL=dependent,
         launch_pdl=dependent,
         num_warps=tiles.num_warps,
@@ -263,7 +289,7 @@ def attention_shared_prefix(
     )
     launch_parts(
         q, key_cache, value_cache, block_table, seq_lens, scale, out, workspace=workspace, table_rows=table_rows,
-        shape=shape, config=config, members=prefix.members, num_shared=prefix.num_tokens,
+        shape=shape, config=config, members=prefix.members, num_shared=prefix.num_tokens, scales=scales,
     )  # fmt: skip
     launch_merge(
         seq_lens, out, workspace=workspace, shape=shape, members=prefix.members, num_shared=prefix.num_tokens,

@@ -30,10 +30,17 @@ class DecodeShape:
     head_dim: int
     itemsize: int
     page: int
+    has_codes: bool = False
+    """Whether the cache is one in 8 bits; `itemsize` is then that of the queries."""
+
+    @property
+    def operation(self) -> str:
+        """Whose table has it."""
+        return "attention_decode_codes" if self.has_codes else "attention_decode"
 
     @property
     def key(self) -> str:
-        dtype = f"{8 * self.itemsize} bits"
+        dtype = f"{8 * self.itemsize} bits" + (" over codes" if self.has_codes else "")
         return f"{self.num_kv_heads} kv heads x {self.group}, dim {self.head_dim}, {dtype}, page {self.page}"
 
 
@@ -63,14 +70,14 @@ class DecodeConfig:
 
 def decode_config(num_seqs: int, shape: DecodeShape, device: torch.device) -> DecodeConfig:
     """The measured configuration for so many rows, padding counted, or the default for this kind of shape."""
-    for entry in _entries(shape.key, device):
+    for entry in _entries(shape, device):
         if num_seqs <= entry.get("rows", num_seqs):
             return config_of(entry)
     return default_config(num_seqs, shape, runtime.num_multiprocessors(device))
 
 
-def _entries(key: str, device: torch.device) -> list[Mapping[str, Any]]:
-    return runtime.tuned_table("attention_decode", device).get(key, [])
+def _entries(shape: DecodeShape, device: torch.device) -> list[Mapping[str, Any]]:
+    return runtime.tuned_table(shape.operation, device).get(shape.key, [])
 
 
 def config_of(entry: Mapping[str, Any]) -> DecodeConfig:
@@ -135,8 +142,14 @@ def num_partial(num_seqs: int, shape: DecodeShape, device: torch.device) -> int:
 
 def _known_shapes(num_kv_heads: int, group: int, head_dim: int, device: torch.device) -> list[DecodeShape]:
     """Shapes that need workspaces of different sizes: those with tables, and one a size for all without."""
-    shapes = [DecodeShape(num_kv_heads, group, head_dim, size, page) for size in (2, 4) for page in (16, 32, 64)]
-    tables = [runtime.tuned_table(op, device) for op in ("attention_decode", "attention_shared_prefix")]
+    shapes = [
+        DecodeShape(num_kv_heads, group, head_dim, size, page, has_codes)
+        for size in (2, 4)
+        for page in (16, 32, 64)
+        for has_codes in (False, True)
+    ]
+    operations = "attention_decode", "attention_decode_codes", "attention_shared_prefix"
+    tables = [runtime.tuned_table(operation, device) for operation in operations]
     tuned = [shape for shape in shapes if any(shape.key in table for table in tables)]
     return tuned + [next(shape for shape in shapes if shape.itemsize == size) for size in (2, 4)]
 

@@ -1,6 +1,7 @@
 """Rotary position embedding of q and k in place, fused with the write of k and v into the paged cache.
 
-Rotates halves (the "neox" layout). The angles come in as a table: scaling schemes are not known here.
+Rotates halves (the "neox" layout). The angles come in as a table: scaling schemes are not known here. A cache in 8 bits
+gets codes and scales (kernels/quantized/kv_cache), from what is written back to k and v's own numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,14 @@ import triton.language as tl
 
 from . import runtime
 from .kv_cache import store_kv_reference
+from .quantized.kv_cache import (
+    LEAST_MAGNITUDE,
+    CacheScales,
+    check_scales,
+    largest_code,
+    store_codes,
+    store_quantized_reference,
+)
 from .runtime import jit
 
 
@@ -23,10 +32,15 @@ def rope_and_store_reference(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: CacheScales | None = None,
 ) -> None:
     """See `rope_and_store`."""
     rope_reference(q, k, positions, cos_sin)
-    store_kv_reference(k, v, key_cache, value_cache, slot_mapping)
+    if scales is None:
+        store_kv_reference(k, v, key_cache, value_cache, slot_mapping)
+    else:
+        store_quantized_reference(k, key_cache, scales.keys, slot_mapping)
+        store_quantized_reference(v, value_cache, scales.values, slot_mapping)
 
 
 def rope_reference(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
@@ -51,6 +65,8 @@ def _rope_and_store_kernel(
     cos_sin_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     slot_mapping_ptr,
     num_tokens,
     token_stride,
@@ -65,8 +81,13 @@ def _rope_and_store_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
-    """One program: TOKENS tokens and one KV head with the query heads that share it."""
+    """One program: TOKENS tokens and one KV head with the query heads that share it.
+
+    With `key_scales_ptr` the cache has codes up to LARGEST.
+    """
     pid_head = tl.program_id(0) % num_kv_heads
     first_token = tl.program_id(0) // num_kv_heads * TOKENS
     HALF: tl.constexpr = ROT_DIM // 2
@@ -114,16 +135,37 @@ def _rope_and_store_kernel(
     is_stored = (slot >= 0)[:, None]
     cache_type = key_cache_ptr.dtype.element_ty
     key_half = key_cache_ptr + cache_row + offs_half[None, :]
-    tl.store(key_half, new_first.to(cache_type), mask=is_stored & mask_half)
-    tl.store(key_half + HALF, new_second.to(cache_type), mask=is_stored & mask_half)
     offs_dim = tl.arange(0, BLOCK_DIM)
     mask_dim = is_stored & (offs_dim < HEAD_DIM)[None, :]
-    if ROT_DIM < HEAD_DIM:  # the part of k that does not turn
-        mask_rest = mask_dim & (offs_dim >= ROT_DIM)[None, :]
-        k_rest = tl.load(k_row + offs_dim[None, :], mask=mask_rest, other=0.0)
-        tl.store(key_cache_ptr + cache_row + offs_dim[None, :], k_rest.to(cache_type), mask=mask_rest)
+    mask_rest = mask_dim & (offs_dim >= ROT_DIM)[None, :]
+    key_whole = key_cache_ptr + cache_row + offs_dim[None, :]
     v = tl.load(v_ptr + row + pid_head * v_head_stride + offs_dim[None, :], mask=mask_dim, other=0.0)
-    tl.store(value_cache_ptr + cache_row + offs_dim[None, :], v.to(cache_type), mask=mask_dim)
+    if key_scales_ptr is None:
+        tl.store(key_half, new_first.to(cache_type), mask=is_stored & mask_half)
+        tl.store(key_half + HALF, new_second.to(cache_type), mask=is_stored & mask_half)
+        if ROT_DIM < HEAD_DIM:  # the part of k that does not turn
+            k_rest = tl.load(k_row + offs_dim[None, :], mask=mask_rest, other=0.0)
+            tl.store(key_whole, k_rest.to(cache_type), mask=mask_rest)
+        tl.store(value_cache_ptr + cache_row + offs_dim[None, :], v.to(cache_type), mask=mask_dim)
+    else:
+        # Rounded to k's type before: a cached prefix holds the same codes whichever way k went.
+        # Tokens without a slot may be no numbers.
+        first = tl.where(is_stored, new_first.to(tl.float32), 0.0)
+        second = tl.where(is_stored, new_second.to(tl.float32), 0.0)
+        magnitude = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        magnitude = tl.maximum(magnitude, LEAST_MAGNITUDE)  # [tokens]
+        if ROT_DIM < HEAD_DIM:
+            k_rest = tl.load(k_row + offs_dim[None, :], mask=mask_rest, other=0.0).to(tl.float32)
+            magnitude = tl.maximum(magnitude, tl.max(tl.abs(k_rest), 1))
+            store_codes(k_rest, magnitude, key_whole, mask_rest, LARGEST)
+        store_codes(first, magnitude, key_half, is_stored & mask_half, LARGEST)
+        store_codes(second, magnitude, key_half + HALF, is_stored & mask_half, LARGEST)
+        scale_place = (slot // PAGE * num_kv_heads + pid_head) * PAGE + slot % PAGE
+        tl.store(key_scales_ptr + scale_place, magnitude / LARGEST, mask=slot >= 0)
+        wide = v.to(tl.float32)
+        magnitude = tl.maximum(tl.max(tl.abs(wide), 1), LEAST_MAGNITUDE)
+        store_codes(wide, magnitude, value_cache_ptr + cache_row + offs_dim[None, :], mask_dim, LARGEST)
+        tl.store(value_scales_ptr + scale_place, magnitude / LARGEST, mask=slot >= 0)
 
 
 def rope_and_store(
@@ -135,16 +177,17 @@ def rope_and_store(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: CacheScales | None = None,
 ) -> None:
     """Rotate `q` [tokens, heads, dim] and `k` [tokens, kv_heads, dim] in place, then write k and `v` to the cache.
 
     `positions` [tokens] int64 index `cos_sin` [max_position, rot_dim] fp32 (cosines, then sines; rot_dim <= dim, the
     rest of a head stays as it is). The caches are [num_blocks, block_size, kv_heads, dim]; `slot_mapping` [tokens]
     int64 holds block * block_size + offset, or -1 to write nothing. q, k and v are views of one fused projection, or at
-    least have one row stride.
+    least have one row stride. `scales`: of caches in 8 bits, written too.
     """
     if not runtime.use_triton(q):
-        rope_and_store_reference(q, k, v, positions, cos_sin, key_cache, value_cache, slot_mapping)
+        rope_and_store_reference(q, k, v, positions, cos_sin, key_cache, value_cache, slot_mapping, scales)
         return
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, rot_dim = k.shape[1], cos_sin.shape[1]
@@ -156,6 +199,8 @@ def rope_and_store(
     assert cos_sin.is_contiguous()
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
+    if scales is not None:
+        check_scales(scales, key_cache)
     if num_tokens == 0:
         return
     group = num_heads // num_kv_heads
@@ -168,6 +213,8 @@ def rope_and_store(
         cos_sin,
         key_cache,
         value_cache,
+        None if scales is None else scales.keys,
+        None if scales is None else scales.values,
         slot_mapping,
         num_tokens,
         q.stride(0),
@@ -182,6 +229,8 @@ def rope_and_store(
         BLOCK_GROUP=triton.next_power_of_2(group),
         BLOCK_HALF=triton.next_power_of_2(rot_dim // 2),
         BLOCK_DIM=triton.next_power_of_2(head_dim),
+        PAGE=key_cache.shape[1],
+        LARGEST=0.0 if scales is None else largest_code(key_cache.dtype),
         num_warps=num_warps,
     )
 

@@ -103,7 +103,7 @@ class Search(_Section, frozen=True, kw_only=True):
 
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
     pipeline_parallel: tuple[int, ...] = (1, 2)
-    weights: tuple[str, ...] = ("bf16", "fp8", "int8", "int4")
+    weights: tuple[str, ...] = ("bf16", "fp8", "w8a8", "int4")
     kv: tuple[str, ...] = ("bf16", "fp8")
     pools: tuple[Literal["mixed", "split"], ...] = ("mixed", "split")
     """One pool that does both, or one for prompts and one for answers."""

@@ -25,6 +25,13 @@ TRANSFER_LATENCY_S = 3e-3
 """From the last byte of a request's KV to its being ready."""
 SLACK_GPUS = 2
 """Placements that need so many GPUs more than the best one are looked at too; those that need even more are not."""
+NO_BETTER_THAN_FP8 = {
+    "w8a8": "takes the same bytes and time as fp8 on this hardware",
+    "fp8_tensor": "takes the same bytes and time as fp8",
+    "fp8_block": "takes more bytes than fp8 and the same time",
+    "int8": "takes the same bytes as fp8 and multiplies in 16 bits",
+}
+"""Weights, on hardware that multiplies FP8 numbers."""
 RATE_STEPS = 7
 """Halvings when the largest feasible rate is sought."""
 MOST_SEARCHED = 6
@@ -150,8 +157,8 @@ class Planner:
         problem, hardware = self._problem, self._problem.cluster.hardware
         for kind in kinds(problem):
             reason = kind.misfit(self._shape, hardware, gpus_per_node=problem.cluster.gpus_per_node)
-            if reason is None and kind.weights == "int8" and hardware.has_fp8 and "fp8" in problem.search.weights:
-                reason = "takes the same bytes and time as fp8 on this hardware"
+            if reason is None and hardware.has_fp8 and "fp8" in problem.search.weights:
+                reason = NO_BETTER_THAN_FP8.get(kind.weights)
             if reason is None and not self._most_replicas(kind):
                 reason = f"needs {kind.num_gpus} GPUs, there are {problem.cluster.num_gpus}"
             if reason is None:

@@ -1,8 +1,9 @@
 """What two endpoints say to each other, how blocks are cut into frames, checksums. Torch-free; knows no socket.
 
 A frame is a rectangle: layers x a run of blocks x KV heads of one generation. Its payload is laid out
-[layers, keys and values, blocks, block_size, heads, head_dim] and fits a staging buffer of fixed size. Over TCP it
-follows its header; inside a node it lies in a staging buffer of the target's GPU already when the header is sent.
+[layers, keys and values, blocks, block_size, heads, head_dim], scales behind it (block_store), and fits a staging
+buffer of fixed size. Over TCP it follows its header; inside a node it lies in a staging buffer of the target's GPU
+already when the header is sent.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
     block_size: int
     head_dim: int
     dtype: str
+    """Of the entries; int8 and float8_e4m3fn come with scales."""
 
 
 class Staging(msgspec.Struct, frozen=True):

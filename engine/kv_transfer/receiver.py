@@ -225,7 +225,9 @@ class Receiver:
 
     def _greet(self, identity: bytes, hello: Hello, now_s: float) -> None:
         if hello.geometry != self._store.geometry:
-            self._tell(identity, Refused(f"its blocks are {hello.geometry}, here they are {self._store.geometry}"))
+            reason = f"its blocks are {hello.geometry}, here they are {self._store.geometry}"
+            logger.warning("KV of another engine is refused, prompts are computed again here: %s", reason)
+            self._tell(identity, Refused(reason))
             return
         source = self._sources.get(hello.link_id)
         if source is None:

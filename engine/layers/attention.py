@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from manta.kernels.attention_decode import DecodeWorkspace, attention_decode
 from manta.kernels.attention_prefill import attention_prefill
 from manta.kernels.attention_shared_prefix import SharedPrefix, attention_shared_prefix
+from manta.kernels.quantized.kv_cache import CacheScales
 from manta.kernels.rope import rope_and_store
 
 from .linear import Linear
 from .norm import RmsNorm
-from .quantized_cache import (
-    QuantizedLayerCache,
-    decode_quantized,
-    prefill_quantized,
-    rope_and_store_quantized,
-)
 
-LayerCache = tuple[torch.Tensor, torch.Tensor] | QuantizedLayerCache
-"""Keys and values of one layer, each [num_blocks, block_size, kv_heads, head_dim]; in 8 bits with their scales."""
+
+class LayerCache(NamedTuple):
+    """Of one layer. Keys and values [num_blocks, block_size, kv_heads, head_dim]; `scales` with 8 bits an element."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: CacheScales | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it holds."""
+        return self.keys, self.values, *(self.scales or ())
 
 
 @dataclass(frozen=True)
@@ -120,11 +126,8 @@ class Attention:
         q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
         if self.head_norms is not None:
             self.head_norms(q, k)
-        if isinstance(cache, QuantizedLayerCache):
-            rope_and_store_quantized(q, k, v, batch.positions, cos_sin, cache, batch.slot_mapping)
-            return q
-        keys, values = cache
-        rope_and_store(q, k, v, batch.positions, cos_sin, keys, values, batch.slot_mapping)
+        places = cache.keys, cache.values, batch.slot_mapping, cache.scales
+        rope_and_store(q, k, v, batch.positions, cos_sin, *places)
         return q
 
     def add_to(
@@ -145,34 +148,31 @@ class Attention:
         self.output.add_to(residual, attended.view(-1, self._width))
 
     def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(cache, QuantizedLayerCache):
-            return decode_quantized(q, rows, cache, self._scale, out)
-        places = rows.block_table, rows.seq_lens, self._scale, out
+        places = cache.keys, cache.values, rows.block_table, rows.seq_lens, self._scale, out
         if rows.prefix is None:
             return attention_decode(
                 q,
-                *cache,
                 *places,
                 workspace=self._workspace,
                 max_seq_len=rows.max_seq_len,
                 table_rows=rows.table_rows,
+                scales=cache.scales,
             )
         return attention_shared_prefix(
             q,
-            *cache,
             *places,
             workspace=self._workspace,
             max_seq_len=rows.max_seq_len,
             table_rows=rows.table_rows,
             prefix=rows.prefix,
+            scales=cache.scales,
         )
 
     def _prefill(self, q: torch.Tensor, rows: PrefillRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(cache, QuantizedLayerCache):
-            return prefill_quantized(q, rows, cache, self._scale, out)
         return attention_prefill(
             q,
-            *cache,
+            cache.keys,
+            cache.values,
             rows.block_table,
             rows.query_start,
             rows.seq_lens,
@@ -182,4 +182,5 @@ class Attention:
             max_seq_len=rows.max_seq_len,
             table_rows=rows.table_rows,
             deterministic=self._deterministic,
+            scales=cache.scales,
         )

@@ -72,12 +72,18 @@ def silu_and_mul_quantize_reference(gate_up: torch.Tensor, format: Format, group
 def to_eight_bits(groups, largest, least, DTYPE: tl.constexpr):
     """`groups` [groups, elements] fp32 in DTYPE, int8 or e4m3, and the scale of each."""
     most = tl.maximum(tl.max(tl.abs(groups), axis=1), least)
+    return round_to_codes(groups, most, largest, DTYPE), most / largest
+
+
+@jit
+def round_to_codes(groups, most, largest, DTYPE: tl.constexpr):
+    """`groups` [groups, elements] fp32 in DTYPE, int8 or e4m3; `most` [groups] becomes `largest`."""
     scaled = groups * (largest / most)[:, None]
     if tl.int8 == DTYPE:
         values = ((scaled + _ROUND) - _ROUND).to(tl.int8)
     else:
         values = tl.minimum(tl.maximum(scaled, -largest), largest).to(DTYPE)
-    return values, most / largest
+    return values
 
 
 @jit(do_not_specialize=["num_rows"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,3 +188,20 @@ def test_what_is_measured_is_in_the_file_before_the_run_is_over(tmp_path: Path, 
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.run(config, workloads=["decode", "prefill"], batch_sizes=[2], repeats=1, json_path=file)
     assert json.loads(file.read_text())["figures"]["decode_batch_2_tpot_ms"] > 1.0
+
+
+def test_a_quantized_model_is_measured_against_the_model_as_it_is() -> None:
+    config = simulated(device="sim:h200", quantization="fp8", kv_cache="fp8")
+    sizes: dict[str, Any] = {"batch_sizes": [1], "prefill_lens": [128], "repeats": 1}
+    report = engine.run(config, workloads=["decode", "prefill"], **sizes, against="bf16")
+    figures = report.figures
+    for name in ("b1_tpot_ms", "ttft_128_ms", "kv_tokens", "kv_requests"):
+        assert figures[f"{name}_over_bf16"] == pytest.approx(figures[name] / figures[f"bf16_{name}"])
+    assert figures["b1_tpot_ms"] < figures["bf16_b1_tpot_ms"]
+    assert (report.model["weights"], report.model["kv_cache"]) == ("fp8", "fp8")
+    assert (report.details["bf16"]["weights"], report.details["bf16"]["kv_cache"]) == ("auto", "auto")
+
+
+def test_an_unknown_scheme_to_measure_against_is_refused() -> None:
+    with pytest.raises(ConfigError, match="against = 'fp3'"):
+        engine.run(simulated(), workloads=["decode"], against="fp3")

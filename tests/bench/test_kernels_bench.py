@@ -80,7 +80,7 @@ def test_every_timed_call_works_on_small_shapes(num_calls: list[int], monkeypatc
     lines = [line for measure in sections for line in measure(peaks, CPU, SMALL)]
     assert {line.kernel for line in lines} == {
         "rms_norm_residual", "silu_and_mul", "rope_and_store", "store_kv", "attention_decode", "attention_prefill",
-        "attention_shared_prefix",
+        "attention_decode_fp8", "attention_shared_prefix",
         "deterministic_attention", "argmax", "sample", "sample_top_k50_top_p95", "sample_top_p95",
     }  # fmt: skip
     assert min(num_calls) >= 1
@@ -108,13 +108,24 @@ def test_shared_batch_shares_blocks_and_no_others() -> None:
     assert batch.read_bytes == (70 + 200 + 82) * SMALL.token_bytes
 
 
+def test_batches_over_codes_are_attended_to_like_others(num_calls: list[int]) -> None:
+    for codes in (torch.float8_e4m3fn, torch.int8):
+        batch = kernel_decode.make_batch(SMALL, [70, 200], CPU, rotations=1, codes=codes)
+        assert batch.read_bytes == 270 * (SMALL.token_bytes // 2 + 2 * SMALL.kv_heads * 4)
+        out = batch.calls()[0]()
+        assert out.isfinite().all()
+        assert 0.05 < float(out.std()) < 1.0
+    tuned = kernel_decode_tuning.shape_of(SMALL, torch.int8)
+    assert (tuned.operation, tuned.has_codes) == ("attention_decode_codes", True)
+
+
 def test_decode_tuning_finds_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times depend on the configuration in force; the table says which was best up to which number of rows."""
     shape = kernel_decode_tuning.shape_of(SMALL)
     monkeypatch.setattr(kernel_timing, "ROTATE_BYTES", 1)
     monkeypatch.setattr(kernel_decode_tuning, "MODELS", (SMALL,))
     monkeypatch.setattr(kernel_decode_tuning, "cases", lambda: {1: [[70]], 4: [[64] * 4, [1, 2, 3, 300]]})
-    monkeypatch.setattr(kernel_decode_tuning, "compile_ahead", lambda models: None)
+    monkeypatch.setattr(kernel_decode_tuning, "compile_ahead", lambda *_: None)
 
     def time_us(calls: Calls) -> float:
         for call in calls:

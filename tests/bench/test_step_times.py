@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from manta.bench.step_times import Grid, Step, StepBench, error_figures, record
+from manta.bench.step_times import Grid, Step, StepBench, error_figures, record, run
+from manta.engine.config import EngineConfig
+from manta.engine.errors import ConfigError
 from manta.engine.sim import SimRunner
 from manta.engine.step_profile import model_sizes
 from manta.engine.step_time import StepShape, StepTimeModel, hardware_named
@@ -85,3 +89,8 @@ def test_the_recorded_profile_predicts_steps_that_it_does_not_hold(bench: StepBe
     peaks = error_figures(StepTimeModel(LLAMA_8B, hardware), profile, "x_")
     assert measured["x_error_max_percent"] < 5 < peaks["x_error_max_percent"]
     assert measured["x_error_median_percent"] <= measured["x_error_max_percent"]
+
+
+def test_a_profile_of_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="profiles are of plain models"):
+        run(EngineConfig.build("nothing", quantization="fp8"), folder=tmp_path)

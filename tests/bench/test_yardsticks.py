@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from manta.bench.yardsticks import (
     shared_prefix_work,
     vllm_figures,
 )
+from manta.engine.config import QuantizationConfig
 from manta.engine.step_time import StepShape
 from tests.shapes import LLAMA_8B
 
@@ -28,6 +30,20 @@ def test_vllm_s_figures_are_for_one_model_in_one_dtype_on_one_device() -> None:
     other_sizes = Yardsticks.of(LLAMA_8B, dtype="bfloat16", device="NVIDIA H200", are_usual_sizes=False)
     assert not other_sizes.vllm
     assert other_sizes.model is not None
+
+
+def test_a_quantized_model_has_its_own_floor_and_vllm_s_figures_in_fp8() -> None:
+    around: dict[str, Any] = {"dtype": "bfloat16", "device": "NVIDIA H200", "are_usual_sizes": True}
+    fp8 = Yardsticks.of(LLAMA_8B, **around, quantization=QuantizationConfig(weights="fp8"))
+    row = fp8.headline("b1_tpot_ms", 2.5, decode_work(1, 128, 256))
+    assert row.vllm == 3.47
+    assert row.floor == pytest.approx(1.78, rel=0.01)  # 8.03 GB at 4.53 TB/s
+    int4 = Yardsticks.of(LLAMA_8B, **around, quantization=QuantizationConfig(weights="int4"))
+    assert int4.headline("b1_tpot_ms", 2.2, decode_work(1, 128, 256)).floor == pytest.approx(1.03, rel=0.01)
+    assert not int4.vllm
+    assert not Yardsticks.of(LLAMA_8B, **around, quantization=QuantizationConfig(kv_cache="fp8")).vllm
+    unknown = Yardsticks.of(LLAMA_8B, **around, quantization=QuantizationConfig(weights="nf4"))
+    assert unknown.model is None
 
 
 def test_ratios_to_both_yardsticks() -> None:

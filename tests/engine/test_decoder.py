@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manta.engine.layers.attention import AttentionBatch, DecodeRows, LastRows, PrefillRows
+from manta.engine.layers.attention import AttentionBatch, DecodeRows, LastRows, LayerCache, PrefillRows
 from manta.engine.layers.linear import Linear, can_pack
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import ModelSource, load_shape
@@ -60,7 +60,7 @@ def whole_prompt(shape: ModelShape, num_tokens: int) -> tuple[AttentionBatch, li
         max_seq_len=num_tokens,
     )
     size = (num_blocks, 16, shape.num_kv_heads, shape.head_dim)
-    caches = [(torch.zeros(size), torch.zeros(size)) for _ in range(shape.num_layers)]
+    caches = [LayerCache(torch.zeros(size), torch.zeros(size)) for _ in range(shape.num_layers)]
     return AttentionBatch(positions, positions, None, rows), caches
 
 

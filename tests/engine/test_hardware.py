@@ -41,5 +41,5 @@ def test_fp8_gains_nothing_where_it_is_not_multiplied():
 def test_unknown_formats_are_refused_with_those_that_are_known():
     with pytest.raises(ConfigError, match="bf16, fp8, int8, int4"):
         precision_named("fp3")
-    with pytest.raises(ConfigError, match="bf16, fp8"):
+    with pytest.raises(ConfigError, match="bf16, fp8, int8"):
         kv_dtype_named("int2")

@@ -38,9 +38,11 @@ def test_four_bit_weights_are_multiplied_at_sixteen_bits():
     assert model(weight_bits=4.125).terms(PREFILL).compute_s == model().terms(PREFILL).compute_s
 
 
-def test_an_eight_bit_cache_halves_what_decodes_read():
-    assert model(kv_dtype="fp8").kv_bytes_per_token == model().kv_bytes_per_token / 2
-    assert model(kv_dtype="fp8").terms(DECODE).context_s == model().terms(DECODE).context_s / 2
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_an_eight_bit_cache_has_a_byte_an_element_and_a_scale_a_head(kv_dtype: str):
+    assert model(kv_dtype=kv_dtype).kv_bytes_per_token == model().kv_bytes_per_token / 2 * (1 + 4 / 128)
+    seconds = [one.terms(DECODE).context_s for one in (model(kv_dtype=kv_dtype), model())]
+    assert seconds[0] == pytest.approx(seconds[1] / 2 * (1 + 4 / 128))
 
 
 def test_two_ranks_share_bytes_and_exchange_two_sums_a_layer():

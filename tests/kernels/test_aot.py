@@ -44,6 +44,8 @@ pytestmark = pytest.mark.aot
 FULL = os.environ.get("MANTA_AOT") == "full"
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 ITEM_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+NO_CODES: dict[str, Any] = {"key_scales_ptr": None, "value_scales_ptr": None, "CODES_PTX": False}
+"""Of caches in 8 bits tests/kernels/quantized knows."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def attention_types(names: str) -> dict[str, str]:
     int32 = "block_table table_rows table_row seq_lens query_start members num_shared records arrivals"
     pointers |= {f"{name}_ptr": "*i32" for name in int32.split()}
     pointers |= dict.fromkeys(("partial_ptr", "log_sum_ptr"), "*fp32") | {"scale_log2": "fp32"}
+    pointers |= dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32")
     return {name: pointers.get(name, "i32") for name in names.split()}
 
 
@@ -85,7 +88,7 @@ def decode_config(
         "BLOCK_D": max(16, triton.next_power_of_2(shape.head_dim)), "TILE": config.tile, "SWAPPED": config.swapped,
         "INLINE_PTX": config.inline_ptx, "MERGES_APART": config.merges_apart or shares,
         "PDL": capability >= 90,
-    }  # fmt: skip
+    } | NO_CODES  # fmt: skip
     if not shares:
         constants |= {"members_ptr": None, "num_shared_ptr": None}
     how = "-".join(name for name in ("swapped", "inline_ptx", "merges_apart") if getattr(config, name))
@@ -124,7 +127,7 @@ def decode_configs(
                 "BLOCK_GROUP": triton.next_power_of_2(shape.group), "BLOCK_M": tiles.block_m,
                 "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": tiles.tile, "INLINE_PTX": True,
                 "PDL": capability >= 90,
-            },
+            } | NO_CODES,
             tiles.num_warps,
             tiles.num_stages,
             ("num_seqs", "num_slots", "prefix_begin", "table_stride", "seq_lens_ptr", "members_ptr", "scale_log2"),
@@ -194,7 +197,7 @@ def small_configs(capability: int) -> list[Config]:
             "rope_and_store", rope._rope_and_store_kernel,
             rope_types | {"num_tokens": "i32", "num_kv_heads": "i32"},
             {"GROUP": 4, "HEAD_DIM": 128, "ROT_DIM": 128, "TOKENS": 4, "BLOCK_GROUP": 4, "BLOCK_HALF": 64,
-             "BLOCK_DIM": 128},
+             "BLOCK_DIM": 128, "PAGE": 64, "LARGEST": 0.0, "key_scales_ptr": None, "value_scales_ptr": None},
             num_warps=4, not_divisible=("num_tokens", "num_kv_heads"),
         ),
         Config(

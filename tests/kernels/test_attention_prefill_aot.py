@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from manta.kernels import attention_prefill_tiles as tiles
 from manta.kernels import runtime
 from manta.kernels.attention_prefill_plan import BOX, PrefillPlan, default_plan, has_descriptors, has_specialized
-from tests.kernels.test_aot import FULL, ITEM_SIZE, SHARED_MEMORY_BYTES, Config, compile_for, resources_of
+from tests.kernels.test_aot import FULL, ITEM_SIZE, NO_CODES, SHARED_MEMORY_BYTES, Config, compile_for, resources_of
 
 pytestmark = pytest.mark.aot
 
@@ -64,7 +64,7 @@ def config_of(plan: PrefillPlan, shape: Shape, dtype: str) -> Config:
             "BLOCK_D": max(16, triton.next_power_of_2(dim)), "TILE": plan.tile, "STAGES": plan.num_stages,
             "MASKED_STAGES": plan.masked_stages, "HEADS_FIRST": plan.heads_first, "DESCRIPTORS": descriptors,
             "INLINE_PTX": True,
-        },
+        } | NO_CODES,
         plan.num_warps,
         plan.num_stages,
         not_divisible,

@@ -25,7 +25,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def on_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool = False) -> BuiltRunner:
+def on_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool = False, kv_cache: str = "auto"
+) -> BuiltRunner:
     """As on a GPU: gate and up in turns, decode steps padded."""
     allocate = load.allocate_parameters
 
@@ -35,7 +37,8 @@ def on_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: 
         return parameters
 
     monkeypatch.setattr(load, "allocate_parameters", interleaved)
-    built = build(folder, dtype="bfloat16", block_size=16, deterministic=deterministic, cpu_cache_gib=0.002)
+    options = {"deterministic": deterministic, "kv_cache": kv_cache, "cpu_cache_gib": 0.002}
+    built = build(folder, dtype="bfloat16", block_size=16, **options)
     return padded(built, deterministic=deterministic)
 
 
@@ -44,26 +47,28 @@ def first_logprobs(driver: Driver) -> list[tuple[int, float]]:
     return [(entry.token_id, entry.logprob) for _, entry in sorted(result.logprobs.items())]
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8"])
 def test_log_probabilities_are_those_of_the_references(
-    tiny: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, kv_cache: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cuda":
-        pytest.skip("tests/engine/test_gpu.py has this on a GPU")
-    found = Driver(on_kernels(tiny, monkeypatch))
+        pytest.skip("tests/engine/test_gpu.py and quant/test_gpu.py have this on a GPU")
+    found = Driver(on_kernels(tiny, monkeypatch, kv_cache=kv_cache))
     found.generate(PROMPTS, 3, LOGPROBS)
     monkeypatch.undo()
-    expected = Driver(build(tiny, dtype="bfloat16", block_size=16, cpu_cache_gib=0.002))
+    expected = Driver(build(tiny, dtype="bfloat16", block_size=16, cpu_cache_gib=0.002, kv_cache=kv_cache))
     expected.generate(PROMPTS, 3, LOGPROBS)
     for (_, found_logprob), (_, logprob) in zip(first_logprobs(found), first_logprobs(expected), strict=True):
         assert found_logprob == pytest.approx(logprob, abs=0.1)
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
 def test_deterministic_tokens_are_the_same_alone_among_others_and_in_chunks(
-    tiny: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, kv_cache: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cuda":
         pytest.skip("tests/engine/test_gpu.py has this on a GPU")
-    built = on_kernels(tiny, monkeypatch, deterministic=True)
+    built = on_kernels(tiny, monkeypatch, deterministic=True, kv_cache=kv_cache)
     alone = Driver(built).generate([PROMPTS[1]], 4)[0]
     assert Driver(built).generate(PROMPTS, 4)[1] == alone
     assert Driver(built).generate([PROMPTS[1]], 4, chunk=17)[0] == alone

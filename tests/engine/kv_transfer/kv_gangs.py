@@ -149,7 +149,7 @@ class KvGang:
         for shard, caches in zip(self.shards, self.caches, strict=True):
             heads = slice(*shard.kv_heads)
             for layer, sides in zip(range(*shard.layers), caches, strict=True):
-                for side, on_device in enumerate(sides):
+                for side, on_device in enumerate(sides.tensors):
                     cache = on_device.cpu()
                     if bool(seen[layer, heads].all()) and side == 0:
                         torch.testing.assert_close(found[layer, 0, :, :, heads], cache, equal_nan=True, rtol=0, atol=0)
@@ -341,7 +341,7 @@ def longer(limits: TransportLimits, **changes: Any) -> TransportLimits:
 def _part(blocks: torch.Tensor, shard: KvShard, device: str) -> list[LayerCache]:
     heads = slice(*shard.kv_heads)
     return [
-        (_copied(blocks[layer, 0][:, :, heads], device), _copied(blocks[layer, 1][:, :, heads], device))
+        LayerCache(_copied(blocks[layer, 0][:, :, heads], device), _copied(blocks[layer, 1][:, :, heads], device))
         for layer in range(*shard.layers)
     ]
 

@@ -102,7 +102,7 @@ def test_every_type_of_cache_is_moved_bit_by_bit(dtype: torch.dtype):
         wanted[:, :, TARGET_IDS] = blocks.view(torch.uint8)[:, :, SOURCE_IDS]
         for shard, caches in zip(target.shards, target.caches, strict=True):
             for layer, sides in enumerate(caches):
-                for side, cache in enumerate(sides):
+                for side, cache in enumerate(sides.tensors):
                     part = wanted[layer, side][:, :, slice(*shard.kv_heads)]
                     assert torch.equal(cache.view(torch.uint8), part)
 
@@ -247,7 +247,7 @@ def test_sent_is_said_once_all_blocks_were_read():
         source.obey(KvRange(1, 0, 27, True))
         assert source.event() == Sent(1)
         for sides in source.caches[0]:
-            for side in sides:
+            for side in sides.tensors:
                 side[SOURCE_IDS] = -1.0  # as their next owner would
         assert isinstance(target.event(), Received)
         wanted = expected(blocks, empty, SOURCE_IDS, TARGET_IDS)

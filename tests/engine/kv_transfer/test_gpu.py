@@ -32,7 +32,9 @@ from manta.engine.kv_transfer.messages import (
     Sent,
     Stopped,
 )
+from manta.engine.layers.attention import LayerCache
 from manta.engine.request import SamplingParams
+from manta.kernels.quantized.kv_cache import CacheScales
 from tests.engine.kv_transfer.kv_gangs import (
     QUICK,
     KvGang,
@@ -77,12 +79,18 @@ def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("has_scales", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [ODD, EVEN], ids=["odd", "even"])
-def test_the_device_lays_a_buffer_out_as_the_host_does(shape: Any, dtype: torch.dtype):
+def test_the_device_lays_a_buffer_out_as_the_host_does(shape: Any, dtype: torch.dtype, has_scales: bool):
     blocks = random_blocks(shape, num_blocks=10, block_size=7, dtype=dtype)
-    host = [(blocks[layer, 0].clone(), blocks[layer, 1].clone()) for layer in range(shape.num_layers)]
-    device = [(keys.to(CUDA), values.to(CUDA)) for keys, values in host]
+    host, device = [], []
+    for layer in range(shape.num_layers):
+        keys, values = blocks[layer, 0].clone(), blocks[layer, 1].clone()
+        scales = CacheScales(*torch.rand(2, 10, shape.num_kv_heads, 7)) if has_scales else None
+        host.append(LayerCache(keys, values, scales))
+        on_gpu = None if scales is None else CacheScales(*(side.to(CUDA) for side in scales))
+        device.append(LayerCache(keys.to(CUDA), values.to(CUDA), on_gpu))
     shard = KvShard((0, shape.num_layers), (0, shape.num_kv_heads))
     on_host, on_device = HostStore(host, shard), DeviceStore(device, shard)
     buffer = torch.zeros(1 << 20, dtype=torch.uint8, device=CUDA)
@@ -93,8 +101,8 @@ def test_the_device_lays_a_buffer_out_as_the_host_does(shape: Any, dtype: torch.
         assert torch.equal(buffer[:size].cpu(), flat[:size])
         on_device.write(buffer, (1, 3), (1, 3), on_device.ids(TARGET_IDS))
     on_host.write(flat.numpy(), (1, 3), (1, 3), TARGET_IDS)
-    for sides, device_sides in zip(host, device, strict=True):
-        for side, device_side in zip(sides, device_sides, strict=True):
+    for layer, device_layer in zip(host, device, strict=True):
+        for side, device_side in zip(layer.tensors, device_layer.tensors, strict=True):
             assert torch.equal(side.view(torch.uint8), device_side.cpu().view(torch.uint8))
 
 
@@ -160,7 +168,7 @@ def test_a_range_is_read_after_what_the_stream_held_when_it_was_ordered():
         with torch.cuda.stream(stream):
             torch.cuda._sleep(SLEEP_CYCLES)  # a step that takes its time
             for layer, sides in enumerate(source.caches[0]):
-                for side, cache in enumerate(sides):
+                for side, cache in enumerate(sides.tensors):
                     cache.copy_(blocks[layer, side].pin_memory(), non_blocking=True)
             source.obey(KvRange(1, 0, 28, True))
             assert not stream.query()
@@ -183,7 +191,7 @@ def test_each_layer_is_read_after_its_own_event():
         with torch.cuda.stream(torch.cuda.Stream()):
             for layer, sides in enumerate(source.caches[0]):
                 torch.cuda._sleep(SLEEP_CYCLES // 4)
-                for side, cache in enumerate(sides):
+                for side, cache in enumerate(sides.tensors):
                     cache.copy_(blocks[layer, side].pin_memory(), non_blocking=True)
                 events.append(torch.cuda.Event())
                 events[-1].record()

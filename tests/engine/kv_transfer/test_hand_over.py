@@ -114,9 +114,9 @@ def test_tokens_would_show_kv_that_did_not_come(pair: Pair, one: EngineCore):
     pair.begin("zeroed", prompt, GREEDY)
     pair.run_until(lambda: pair.tokens["zeroed"], hands_on=False)
     pair.run_until(lambda: not pair.p.snapshot().num_kv_leases, hands_on=False)
-    for keys, values in pair.d._runner.caches:  # type: ignore[attr-defined]
-        keys.zero_()
-        values.zero_()
+    for layer in pair.d._runner.caches:  # type: ignore[attr-defined]
+        for tensor in layer.tensors:
+            tensor.zero_()
     pair.go_on("zeroed")
     pair.run("zeroed")
     assert pair.tokens["zeroed"] != tokens_of(alone(one, [prompt], GREEDY)[0])

@@ -65,6 +65,20 @@ def test_tokens_are_those_of_one_engine(model: str, one: EngineCore, p: dict[str
         assert pair.p.snapshot().num_kv_sent == 2 * len(LENGTHS)
 
 
+@pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
+def test_8_bit_caches_give_the_tokens_of_one_engine(model: str, kv_cache: str):
+    """One prompt at a time: a sum in another order may round to another code."""
+    prompts = [prompt_of(length, first=length) for length in LENGTHS]
+    with Pair(start_here(model, kv_cache=kv_cache), start_here(model, kv_cache=kv_cache)) as pair:
+        expected = [tokens_of(alone(pair.p, [prompt], GREEDY)[0]) for prompt in prompts]
+        pair.forget_cached()
+        for index, prompt in enumerate(prompts):
+            pair.begin(f"n{index}", prompt, GREEDY)
+            pair.run(f"n{index}")
+        assert [pair.tokens[f"n{index}"] for index in range(len(prompts))] == expected
+        assert pair.d.snapshot().num_kv_recomputed == 0
+
+
 def test_what_is_abandoned_leaves_nothing(model: str):
     with Pair(start_here(model), start_here(model)) as pair:
         for num_turns in range(10):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from manta.engine import model_runner
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
+from manta.engine.hardware import hardware_named
 from manta.engine.kv_cache import CacheLayout
 from manta.engine.model_runner import check_kv_dtype
 from manta.engine.startup import start_engine
+from manta.engine.stats import EngineInfo
+from manta.engine.step_time import StepTimeModel
 from manta.kernels.quantized.kv_cache import (
     dequantize_heads,
     gather_quantized_reference,
@@ -31,7 +36,7 @@ def test_a_block_takes_a_byte_an_element_and_a_scale_a_head(name: str):
     layout = CacheLayout.of(SHAPE, block_size=16, dtype=torch.bfloat16, kv_dtype=name)
     assert layout.block_bytes == 2 * 3 * 16 * 3 * (16 + 4)
     caches = layout.allocate(5, torch.device("cpu"))
-    held = sum(tensor.numel() * tensor.element_size() for layer in caches for tensor in layer)
+    held = sum(tensor.numel() * tensor.element_size() for layer in caches for tensor in layer.tensors)
     assert held == 5 * layout.block_bytes
 
 
@@ -48,7 +53,7 @@ def test_heads_keep_their_values(name: str, bound: float):
 @pytest.mark.parametrize("name", DTYPES)
 def test_what_was_stored_is_read_and_slots_of_minus_one_are_left(name: str):
     codes = torch.zeros(4, 8, 3, 16, dtype=DTYPES[name])
-    scales = torch.zeros(4, 8, 3)
+    scales = torch.zeros(4, 3, 8)
     x = torch.randn(3, 3, 16, generator=torch.Generator().manual_seed(0))
     store_quantized_reference(x, codes, scales, torch.tensor([17, -1, 9]))
     found = gather_quantized_reference(codes, scales, torch.tensor([2, 1]))
@@ -78,14 +83,38 @@ def test_chunks_and_batches_change_no_token(tmp_path: Path, name: str):
     assert whole == chunks == alone
 
 
-@pytest.mark.parametrize(("device", "overrides"), [("cuda", {}), ("cpu", {"kv_transfer": True})])
-def test_what_cannot_be_had_yet_is_refused_by_name(device: str, overrides: dict[str, bool]):
-    config = EngineConfig.build("random", kv_cache="fp8", **overrides)
-    with pytest.raises(ConfigError, match=r"quantization\.kv_cache = 'fp8'"):
-        check_kv_dtype(config, torch.device(device))
+def test_fp8_on_a_gpu_without_such_numbers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_runner, "capability", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    device = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"quantization\.kv_cache = 'fp8'.*A100; use int8"):
+        check_kv_dtype(EngineConfig.build("random", kv_cache="fp8"), device)
+    check_kv_dtype(EngineConfig.build("random", kv_cache="int8"), device)
 
 
-def test_a_simulated_device_takes_no_quantization(tmp_path: Path):
+def test_a_cache_is_planned_with_the_bytes_that_it_takes():
+    for name in DTYPES:
+        layout = CacheLayout.of(SHAPE, block_size=64, dtype=torch.bfloat16, kv_dtype=name)
+        model = StepTimeModel(SHAPE, hardware_named("h200"), kv_dtype=name)
+        assert layout.block_bytes == 64 * model.kv_bytes_per_token
+
+
+def simulated(folder: Path, **overrides: Any) -> EngineInfo:
+    core = start_engine(EngineConfig.build(str(folder), device="sim", dtype="bfloat16", num_blocks=100, **overrides))
+    core.close()
+    return core.info
+
+
+def test_a_simulated_device_holds_what_a_quantized_model_holds(tmp_path: Path):
     save_tiny(tmp_path)
-    with pytest.raises(ConfigError, match="simulated"):
-        start_engine(EngineConfig.build(str(tmp_path), quantization="int4", device="sim"))
+    plain, fp8, int4 = (simulated(tmp_path, quantization=name) for name in ("auto", "fp8", "int4"))
+    held = [info.memory_ledger_bytes["weights"] for info in (plain, fp8, int4)]
+    assert held[0] > held[1] > held[2]
+    caches = [simulated(tmp_path, kv_cache=name).memory_ledger_bytes["kv_cache"] for name in ("auto", "int8")]
+    assert caches[1] / caches[0] == (8 + 4) / 16
+
+
+def test_a_simulated_device_refuses_schemes_without_kernels_by_name(tmp_path: Path):
+    save_tiny(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantization\.weights = 'nf4'.*simulated"):
+        simulated(tmp_path, quantization="nf4")

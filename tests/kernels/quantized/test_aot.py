@@ -19,10 +19,20 @@ from manta.bench.kernel_quantized import SCHEMES, QuantizedOperands, Scheme
 from manta.bench.kernel_quantized_candidates import TUNED_ROWS, candidates, fallback
 from manta.bench.kernel_quantized_tuning import variant
 from manta.bench.kernel_timing import LLAMA_8B
-from manta.kernels import runtime
+from manta.kernels import (
+    attention_decode,
+    attention_prefill,
+    attention_prefill_tiles,
+    attention_shared_prefix,
+    decode_schedule,
+    merge_parts,
+    rope,
+    runtime,
+)
 from manta.kernels.compile_ahead import compiling_only
-from manta.kernels.quantized import dequantize, eight_bit, kv_cache, library, quantize, weight_only
+from manta.kernels.quantized import dequantize, eight_bit, library, quantize, weight_only
 from manta.kernels.quantized import linear as quantized
+from manta.kernels.quantized.kv_cache import CacheScales
 from manta.kernels.quantized.layout import Format
 from tests.kernels.quantized.inputs import random_weight
 from tests.kernels.target_only import target_only
@@ -39,7 +49,11 @@ KERNELS: list[Any] = [
     quantize._quantize_kernel,
     dequantize._dequantize_kernel,
     library._scale_kernel,
-    kv_cache._store_kernel,
+    rope._rope_and_store_kernel,
+    attention_decode._attention_decode_kernel,
+    attention_shared_prefix._shared_prefix_kernel,
+    attention_prefill_tiles._attention_prefill_kernel,
+    merge_parts._merge_kernel,
 ]
 
 
@@ -136,15 +150,64 @@ def test_all_kinds_of_weights_compile(
         assert_fits(resources)
 
 
-def test_the_librarys_epilogue_and_cache_stores_compile(tmp_path: Path) -> None:
+def test_the_librarys_epilogue_compiles(tmp_path: Path) -> None:
     weight = random_weight(Format.INT8, 2048, 256, 256, torch.device("cpu"))
     rows = quantize.quantize_rows_reference(torch.zeros(16, 256), Format.INT8)
     with compiling_only(1):
         library.scale_sums(torch.zeros(16, 2048).int(), rows, weight, None, dtype=torch.bfloat16, gated=True)
-        codes, scales = torch.zeros(1, 64, 8, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 64, 8)
-        new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
-        kv_cache.store_quantized(new, codes, scales, torch.zeros(4, dtype=torch.int64))
     found = compiled_kernels(tmp_path)
-    assert set(found) == {"_scale_kernel", "_store_kernel"}
+    assert set(found) == {"_scale_kernel"}
     for resources in found.values():
         assert_fits(resources)
+
+
+ATTENTION: list[Any] = [
+    # codes, queries, head_dim, block_size, kv_heads, group
+    (torch.float8_e4m3fn, torch.bfloat16, 128, 64, 8, 4),
+    (torch.int8, torch.bfloat16, 128, 64, 8, 4),
+]
+if FULL:
+    ATTENTION += [
+        (torch.float8_e4m3fn, torch.float16, 128, 64, 8, 4),
+        (torch.int8, torch.float32, 128, 64, 8, 4),
+        (torch.float8_e4m3fn, torch.bfloat16, 64, 16, 3, 3),
+        (torch.int8, torch.bfloat16, 256, 64, 2, 8),
+        (torch.float8_e4m3fn, torch.bfloat16, 128, 32, 1, 8),
+    ]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16, 256])
+@pytest.mark.parametrize(("dtype", "wide", "dim", "page", "kv_heads", "group"), ATTENTION, ids=str)
+def test_attention_over_codes_compiles(
+    dtype: torch.dtype, wide: torch.dtype, dim: int, page: int, kv_heads: int, group: int, num_seqs: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    heads, int32 = kv_heads * group, torch.int32
+    q = torch.zeros(num_seqs, heads + 2 * kv_heads, dim, dtype=wide)
+    q, k, v = q.split([heads, kv_heads, kv_heads], dim=1)
+    codes = torch.zeros(2, 4, page, kv_heads, dim, dtype=dtype)
+    scales = CacheScales(*torch.zeros(2, 4, kv_heads, page))
+    table, rows = torch.zeros(num_seqs, 4, dtype=int32), torch.zeros(num_seqs, dtype=int32)
+    workspace = decode_schedule.DecodeWorkspace.allocate(
+        max_num_seqs=num_seqs, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, device=q.device
+    )
+    prefix = attention_shared_prefix.SharedPrefix(rows[:1], rows[:1], rows)
+    around: dict[str, Any] = {"scales": scales, "max_seq_len": page, "table_rows": rows}
+    starts, zeros = torch.zeros(num_seqs + 1, dtype=int32), torch.zeros(num_seqs, dtype=torch.int64)
+    with compiling_only(1):
+        rope.rope_and_store(q, k, v, zeros, torch.zeros(4, dim), codes[0], codes[1], zeros, scales)
+        attention_decode.attention_decode(q, *codes, table, rows, 1.0, workspace=workspace, **around)
+        attention_shared_prefix.attention_shared_prefix(
+            q, *codes, table, rows, 1.0, workspace=workspace, prefix=prefix, **around
+        )
+        attention_prefill.attention_prefill(q, *codes, table, starts, rows, 1.0, max_query_len=1, **around)
+    found = compiled_kernels(tmp_path)
+    for name, resources in found.items():
+        print(name, end=": ")
+        assert_fits(resources)
+    if wide != torch.float32:
+        assert found["_attention_prefill_kernel"].instructions["HGMMA"] > 0
+        assert found["_attention_decode_kernel"].instructions["HMMA"] > 0
+        for name, resources in found.items():
+            if "attention" in name:
+                assert resources.instructions["LDGSTS"] > 0, f"{name} keeps codes in flight"
