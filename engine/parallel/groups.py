@@ -189,15 +189,17 @@ class Groups:
         a rank's process does."""
         if self.one_shot is not None:
             self.one_shot.abort()
-        nccl.give_up(self.nccl_groups)
-        self.nccl_groups.clear()
+        self._give_up()
 
     def close(self) -> None:
         """Give up what is left, once nothing is under way on the GPU and no graph holds an exchange."""
-        nccl.give_up(self.nccl_groups)
-        self.nccl_groups.clear()
+        self._give_up()
         if self.one_shot is not None:
             self.one_shot.close()
+
+    def _give_up(self) -> None:
+        groups, self.nccl_groups[:] = [*self.nccl_groups], []
+        nccl.give_up(groups)
 
 
 def join_groups(
