@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from manta.cluster.routing.load_table import LoadTable
 from manta.cluster.routing.policy import Decision, RouteRequest, RoutingSettings, decide
 from manta.cluster.routing.prefix_index import PrefixIndex
 from manta.cluster.routing.replica_view import ReplicaView
@@ -54,6 +55,7 @@ class PolicyRouter:
         seed: int = 0,
     ) -> None:
         self.views = {view.replica_id: view for view in views}
+        self._table = LoadTable(self.views.values())
         self.index = PrefixIndex(max_blocks=max_index_blocks)
         for replica_id in self.views:
             self.index.add_replica(replica_id)
@@ -76,8 +78,7 @@ class PolicyRouter:
             block_hashes=request.block_hashes,
             expected_output_tokens=round(self._output_tokens),
         )
-        views = list(self.views.values())
-        found = decide(asked, views, self.index, now_s=now_s, settings=self._settings, tie=self._rng.random())
+        found = decide(asked, self._table, self.index, now_s=now_s, settings=self._settings, tie=self._rng.random())
         if not isinstance(found, Decision):
             return None
         self._sent_to(request, found, now_s)

@@ -9,6 +9,9 @@ import hashlib
 import math
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.engine.step_budget import MIN_PREFILL_TOKENS
 from manta.engine.step_costs import StepCosts
@@ -91,7 +94,9 @@ class ReplicaView:
         self._rate_since: tuple[float, int] | None = None
         self._cached_share = 0.0
         self.packed: bytes | None = None
-        """Load and more in numbers, for cost_table.py; None: to be packed anew."""
+        """Load and more in numbers, for load_table.py; None: to be packed anew."""
+        self._place: NDArray[np.float64] | None = None
+        self._stale: set[ReplicaView] = set()
 
     @classmethod
     def of(
@@ -130,7 +135,8 @@ class ReplicaView:
 
     @costs.setter
     def costs(self, costs: StepCosts | None) -> None:
-        self._costs, self.packed = costs, None
+        self._costs = costs
+        self._changed()
 
     @property
     def role(self) -> Role:
@@ -139,7 +145,8 @@ class ReplicaView:
     @role.setter
     def role(self, role: Role) -> None:
         if role is not self._role:
-            self._role, self.packed = role, None
+            self._role = role
+            self._changed()
 
     @property
     def max_requests(self) -> int:
@@ -149,7 +156,8 @@ class ReplicaView:
     @max_requests.setter
     def max_requests(self, max_requests: int) -> None:
         if max_requests != self._max_requests:
-            self._max_requests, self.packed = max_requests, None
+            self._max_requests = max_requests
+            self._changed()
 
     @property
     def num_requests(self) -> int:
@@ -166,7 +174,8 @@ class ReplicaView:
     def learn(self, snapshot: Snapshot, now_s: float) -> None:
         """The newest snapshot, which came at `now_s`."""
         before = self.snapshot
-        self.snapshot, self.learned_at_s, self.packed = snapshot, now_s, None
+        self.snapshot, self.learned_at_s = snapshot, now_s
+        self._changed()
         self._num_snapshots += 1
         unseen = self._unseen.requests
         while unseen:
@@ -203,7 +212,7 @@ class ReplicaView:
                 at_snapshot=self._num_snapshots,
             ),
         )
-        self.packed = None
+        self._changed()
 
     def began(self, request_id: str, now_s: float | None = None) -> None:
         """Its first token came. With the time, estimates are corrected by how long that took. Unknown ids are
@@ -213,7 +222,7 @@ class ReplicaView:
             return
         self._begun.add(request_id)
         self.num_begun += 1
-        self.packed = None
+        self._changed()
         if now_s is not None and sent.estimate_s > 0:
             ratio = (now_s - sent.sent_at_s + RATIO_FLOOR_S) / (sent.estimate_s + RATIO_FLOOR_S)
             ratio = min(max(ratio, LEAST_RATIO), MOST_RATIO)
@@ -223,7 +232,7 @@ class ReplicaView:
         """It ended there, or was refused, cancelled or lost. Unknown ids are ignored."""
         if self._unseen.pop(request_id) is None and self._seen.pop(request_id) is None:
             self._begun.discard(request_id)
-        self.packed = None
+        self._changed()
 
     def learn_transfer(self, num_bytes: float, seconds: float) -> None:
         """So many bytes of KV arrived there in so long."""
@@ -231,7 +240,7 @@ class ReplicaView:
             rate = num_bytes / seconds
             before = self.transfer_bytes_s
             self.transfer_bytes_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
-            self.packed = None
+            self._changed()
 
     def pace(self, stand_in: StepCosts | None) -> Pace | None:
         """The load in seconds, by its own costs or for want of them by others; None without either."""
@@ -255,26 +264,44 @@ class ReplicaView:
             pace.chunk,
             pace.chunk_s,
             pace.step_s,
-            pace.decode_step_s,
-            num_decodes,
             token_s,
-            pace.context_token_s,
             max(pace.queue_s, pace.slot_s),
             (pace.free_blocks - 1) * block_size,
             pace.block_s / block_size,
             fixed_s + pace.weights_s,
             fixed_s + num_decodes * token_s,
-            num_decodes * pace.context_token_s,
             0.5 * pace.pair_s,
-            0.0 if costs is None else block_size,
             self.kv_bytes_per_token,
             self.transfer_bytes_s or 0.0,
+            pace.decode_step_s,
+            pace.context_token_s,
+            num_decodes * pace.context_token_s,
+            num_decodes * pace.step_s,
+            num_decodes,
             num_requests,
             pace.noise_s,
         )
         if costs is not None:
             self.packed = packed
+            if self._place is not None:
+                self._place[:] = np.frombuffer(packed)
+                self._stale.discard(self)
         return packed
+
+    def move_to(self, place: NDArray[np.float64], stale: set[ReplicaView]) -> None:
+        """From now on what is packed is written to `place`, [columns], too; until then the view is in `stale`."""
+        self._place, self._stale = place, stale
+        self._changed()
+
+    def leave(self) -> None:
+        """Undo `move_to`."""
+        self._stale.discard(self)
+        self._place, self._stale = None, set()
+
+    def _changed(self) -> None:
+        self.packed = None
+        if self._place is not None:
+            self._stale.add(self)
 
     def _derive(self, costs: StepCosts) -> Pace:
         snapshot, unseen, seen = self.snapshot, self._unseen, self._seen
