@@ -53,8 +53,13 @@ class PolicyRouter:
         settings: RoutingSettings | None = None,
         max_index_blocks: int = INDEX_BLOCKS,
         seed: int = 0,
+        place: int = 0,
+        num_edges: int = 1,
     ) -> None:
+        """`place` is the edge's among `num_edges`: replica by replica another one comes first for free slots."""
         self.views = {view.replica_id: view for view in views}
+        for number, view in enumerate(self.views.values()):
+            view.num_routers, view.turn = num_edges, (place + number) % num_edges
         self._table = LoadTable(self.views.values())
         self.index = PrefixIndex(max_blocks=max_index_blocks)
         for replica_id in self.views:
@@ -77,6 +82,7 @@ class PolicyRouter:
             num_prompt_tokens=request.num_prompt_tokens,
             block_hashes=request.block_hashes,
             expected_output_tokens=round(self._output_tokens),
+            deadline_s=None if request.deadline_s is None else request.arrival_s + request.deadline_s,
         )
         found = decide(asked, self._table, self.index, now_s=now_s, settings=self._settings, tie=self._rng.random())
         if not isinstance(found, Decision):

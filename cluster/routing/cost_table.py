@@ -86,6 +86,8 @@ class CostTable:
             alone[unable] = np.inf
         self.totals, self.first_tokens = alone, prompt_s
         """Seconds that candidates are compared by, and until the first token. [candidates]"""
+        self.sure_s = prompt_s if request.deadline_s is None else prompt_s + loads.doubt_s
+        """The latter, with few exceptions, where there is a deadline to be kept. [candidates]"""
         self.noises = loads.noise_s
         """Standard errors of these, as far as the steps under way make them. [candidates]"""
         self._requests = loads.num_requests
@@ -121,7 +123,7 @@ class CostTable:
 
     def level_with(self, best: int, latest_s: float) -> NDArray[np.intp]:
         """Candidates that cannot be told from the cheapest one, itself included: their costs and its cost, each give or
-        take its noise, overlap. Without those whose first token comes later than `latest_s`. [candidates]"""
+        take its noise, overlap. Without those whose first token may come later than `latest_s`. [candidates]"""
         highest_s = self.totals.item(best) + self.noises.item(best) + self._settings.tie_s
         lowest_s = self.totals - self.noises
         own_s, lowest_s[best] = lowest_s.item(best), np.inf
@@ -129,7 +131,7 @@ class CostTable:
             return np.array((best,))
         lowest_s[best] = own_s
         level = (lowest_s <= highest_s).nonzero()[0]
-        return level[self.first_tokens[level] <= latest_s]
+        return level[self.sure_s[level] <= latest_s]
 
     def fewest(self, level: NDArray[np.intp]) -> NDArray[np.intp]:
         """Those of these candidates that a session calls its own, or else that have the fewest requests; of several
@@ -169,14 +171,14 @@ class CostTable:
         )
 
     def considered(self, latest_s: float) -> list[Considered]:
-        """All candidates, the cheapest first; those whose first token comes later than `latest_s` are rejected."""
+        """All candidates, the cheapest first; those whose first token may come later than `latest_s` are rejected."""
         shown, found = Shown._make(self._shown), []
         if not self._pairs:
             self.noises, self._requests = shown.noise_s, shown.num_requests
         for index in np.argsort(self.totals, kind="stable").tolist()[: len(self)]:
             terms = self._terms_by(index, shown)
-            is_late = terms.first_token_s > latest_s
-            rejected = f"the first token would come in {terms.first_token_s:.3g} s" if is_late else None
+            sure_s = self.sure_s.item(index)
+            rejected = f"the first token would come in {sure_s:.3g} s" if sure_s > latest_s else None
             found.append(
                 Considered(
                     *(self.replica_id(index), self.prefill_replica_id(index), terms, rejected),
@@ -258,6 +260,8 @@ class CostTable:
         self.totals = np.concatenate((self.totals, np.add.reduce(terms)))
         first_tokens = terms[QUEUE] + terms[PREFILL]
         loads, (prefills, decodes) = self._loads, np.array(self._pairs).T
+        sure_s = first_tokens if self._request.deadline_s is None else first_tokens + loads.doubt_s[prefills]
+        self.sure_s = np.concatenate((self.sure_s, sure_s))
         self.first_tokens = np.concatenate((self.first_tokens, first_tokens))
         self.noises = np.concatenate((self.noises, loads.noise_s[prefills]))
         both = loads.num_requests[prefills] + loads.num_requests[decodes]

@@ -37,6 +37,7 @@ class Loads(NamedTuple):
     minus_learned_at_s: Column
     minus_chunk: Column
     slot_s: Column
+    doubt_s: Column
     chunk: Column
     chunk_s: Column
     step_s: Column

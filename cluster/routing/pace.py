@@ -15,6 +15,8 @@ class Pace(NamedTuple):
     """Standard error of that, as far as nobody but the replica knows how much of its step is over."""
     slot_s: float
     """Until the request gets a slot; 0 while one is free."""
+    doubt_s: float
+    """How much later its turn may come for that, with few exceptions."""
     has_prompts_waiting: bool
     """Whether more prompt tokens are ahead than the next step takes."""
     chunk: int
@@ -49,7 +51,7 @@ SHOWN_COLUMNS = (*WEIGHED_COLUMNS, "num_requests", "noise_s")
 """What explanations need of each replica when a decision is over."""
 COLUMNS = (
     *GREATEST_COLUMNS,
-    *("slot_s", "chunk", "chunk_s", "step_s", "token_s", "wait_s", "spare_tokens", "token_room_s"),
+    *("slot_s", "doubt_s", "chunk", "chunk_s", "step_s", "token_s", "wait_s", "spare_tokens", "token_room_s"),
     *("least_step_s", "full_step_s", "half_pair_s", "kv_bytes_per_token", "transfer_bytes_s"),
     *SHOWN_COLUMNS,
 )

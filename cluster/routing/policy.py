@@ -80,16 +80,16 @@ def decide(
     def considered() -> tuple[Considered, ...]:
         return (*costs.considered(latest_s), *fleet.unable)
 
-    totals, first_tokens = costs.totals, costs.first_tokens
+    totals, sure_s = costs.totals, costs.sure_s
     if costs.has_pairs and _must_detour(request, settings):
         totals[: costs.num_alone] = math.inf
     best = int(totals.argmin())
-    if first_tokens[best] > latest_s:  # perhaps one that costs more is in time
-        soonest_s = float(first_tokens[totals < math.inf].min())
+    if sure_s[best] > latest_s:  # perhaps one that costs more is in time
+        soonest_s = float(sure_s[totals < math.inf].min())
         if soonest_s > latest_s:
             reason = NoRoomReason.WAIT if soonest_s > settings.max_wait_s else NoRoomReason.DEADLINE
             return NoRoom(reason, soonest_s, considered)
-        best = int(np.where(first_tokens <= latest_s, totals, math.inf).argmin())
+        best = int(np.where(sure_s <= latest_s, totals, math.inf).argmin())
     level = costs.level_with(best, latest_s)
     fewest = costs.fewest(level)
     chosen = fewest.item(int(tie * len(fewest)))

@@ -19,6 +19,7 @@ from manta.engine.step_costs import StepCosts
 from .pace import Pace, pack_columns
 from .roles import Role
 from .sent import Sent, SentRequests
+from .slot_times import SlotTimes
 
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 """Bounds of what observation corrects estimates by."""
@@ -93,6 +94,9 @@ class ReplicaView:
         self._ends_per_s: float | None = None
         self._rate_since: tuple[float, int] | None = None
         self._cached_share = 0.0
+        self._slot_times = SlotTimes()
+        self.num_routers, self.turn = 1, 0
+        """Routers that send requests there, and how many of them come before this one when slots become free."""
         self.packed: bytes | None = None
         """Load and more in numbers, for load_table.py; None: to be packed anew."""
         self._place: NDArray[np.float64] | None = None
@@ -189,6 +193,7 @@ class ReplicaView:
             share = (snapshot.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
             self._cached_share += SHARE_WEIGHT * (min(max(share, 0.0), 1.0) - self._cached_share)
         self._learn_rate(snapshot, now_s)
+        self._slot_times.learn(snapshot.num_running, snapshot.num_finished + snapshot.num_cancelled, now_s)
         if self._costs is not None:
             self.pack(self._costs)  # now, when nobody waits for a decision
 
@@ -261,6 +266,7 @@ class ReplicaView:
             -math.inf if self.learned_at_s is None else -self.learned_at_s,
             -pace.chunk,
             pace.slot_s,
+            pace.doubt_s,
             pace.chunk,
             pace.chunk_s,
             pace.step_s,
@@ -335,14 +341,26 @@ class ReplicaView:
         decode_step_s = costs.overhead_s + max(weights_s, (beside + 1) * token_s)
         decode_step_s += (num_context + waiting_tokens) * costs.context_token_s
         ends_per_s = self._ends_per_s or (num_running or 1) / (USUAL_OUTPUT_TOKENS * step_s)
+        # Others have sent as much as this router that no snapshot counts; slots are taken in turn.
         num_missing = num_requests + 1 - self.max_num_seqs
+        num_missing += (self.num_routers - 1) * len(unseen.requests) + self.turn
+        slot_s = doubt_s = 0.0
+        if num_missing > 0:
+            slot_s = num_missing / ends_per_s
+            times, heard_s, num_before = self._slot_times, self.learned_at_s or 0.0, num_missing - 1
+            wait = times.wait(num_before, heard_s)
+            last = times.wait(num_before + 1, heard_s) if self.num_routers > 1 else wait  # another may have sent more
+            if wait is not None and last is not None:  # when a slot is free, the next step is planned already
+                slot_s = wait.usual_s + step_s
+                doubt_s = max(min(last.sure_s - wait.usual_s, last.sure_s + step_s - queue_s), 0.0)
         num_blocks = snapshot.num_used_blocks + int(ahead) // self.block_size
         blocks_a_request = max(num_blocks / (num_requests or 1), 1.0)
         correction = self.correction
         return Pace(  # in the order of its fields: this runs for each snapshot
             queue_s * correction,
             noise_s * correction,
-            num_missing / ends_per_s if num_missing > 0 else 0.0,
+            slot_s,
+            doubt_s,
             ahead > chunk,
             chunk,
             chunk_s * correction,

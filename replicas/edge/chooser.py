@@ -129,6 +129,7 @@ class Chooser:
     def heard(self, link: Link, frame: Frame) -> None:
         """A frame of a replica that has joined."""
         now_s, view = self._clock(), self._views[link.replica_id]
+        view.num_routers, view.turn = frame.num_edges, frame.turn
         if frame.snapshot is not None:
             self._learn(view, frame.snapshot, now_s)
         view.role = frame.role

@@ -114,7 +114,24 @@ def test_without_a_free_slot_a_request_waits_for_others_to_end():
     for second in range(5):
         one.learn(Snapshot(num_running=8, num_waiting=2, num_finished=ended, num_context_tokens=8), float(second))
         ended += 4
-    assert pace(one).slot_s == pytest.approx(3 / 4)
+    # Slots are held for two seconds, the next four for one already; and the step after that is planned then.
+    assert pace(one).slot_s == pytest.approx(1.0 + pace(one).step_s)
+    assert pace(one).doubt_s == 0.0
+
+
+def test_slots_are_taken_in_turn_by_several_routers():
+    one = view()
+    one.num_routers, one.turn = 2, 1
+    for second in range(3):  # eight begin and end together, every second
+        one.learn(Snapshot(num_running=7, num_finished=7 * second, num_context_tokens=8), float(second))
+    wait_s = 1.0 + pace(one).step_s
+    assert pace(one).slot_s == pytest.approx(wait_s)  # one is free, but another router's
+    one.turn = 0
+    one.sent("a", 10, 10, 2.0)
+    assert pace(one).slot_s == pytest.approx(wait_s)  # was the second one of those that are free
+    for number in range(3):
+        one.sent(f"b{number}", 10, 10, 2.0)
+    assert pace(one).slot_s == pytest.approx(1.0 + wait_s)  # and the other router sends as many
 
 
 def test_without_free_blocks_it_waits_for_their_release():
