@@ -19,7 +19,7 @@ from manta.engine.step_costs import StepCosts
 from .pace import Pace, pack_columns
 from .roles import Role
 from .sent import Sent, SentRequests
-from .slot_times import SlotTimes
+from .slot_times import EndRate, SlotTimes
 
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 """Bounds of what observation corrects estimates by."""
@@ -27,10 +27,8 @@ RATIO_WEIGHT = 0.1
 """Of each new observation."""
 RATIO_FLOOR_S = 0.01
 """Added to both sides of a ratio: what is shorter says nothing about the replica's speed."""
-RATE_INTERVAL_S = 1.0
-"""Over which the ends of requests are counted."""
-RATE_WEIGHT, SHARE_WEIGHT = 0.3, 0.1
-"""Of each new observation: of ended requests a second, of the share of prompt tokens that were cached."""
+TRANSFER_WEIGHT, SHARE_WEIGHT = 0.3, 0.1
+"""Of each new observation: of the bytes of KV a second, of the share of prompt tokens that were cached."""
 USUAL_OUTPUT_TOKENS = 256
 """Tokens of an answer, while nothing is known of how fast a replica ends requests."""
 STEPS_TO_BEGIN = 1.5
@@ -91,10 +89,8 @@ class ReplicaView:
         self._unseen, self._seen = SentRequests(), SentRequests()
         self._begun: set[str] = set()
         self._num_snapshots = 0
-        self._ends_per_s: float | None = None
-        self._rate_since: tuple[float, int] | None = None
         self._cached_share = 0.0
-        self._slot_times = SlotTimes()
+        self._end_rate, self._slot_times = EndRate(), SlotTimes()
         self.num_routers, self.turn = 1, 0
         """Routers that send requests there, and how many of them come before this one when slots become free."""
         self.packed: bytes | None = None
@@ -192,8 +188,9 @@ class ReplicaView:
         if num_prompt_tokens > 0:
             share = (snapshot.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
             self._cached_share += SHARE_WEIGHT * (min(max(share, 0.0), 1.0) - self._cached_share)
-        self._learn_rate(snapshot, now_s)
-        self._slot_times.learn(snapshot.num_running, snapshot.num_finished + snapshot.num_cancelled, now_s)
+        num_ended = snapshot.num_finished + snapshot.num_cancelled
+        self._end_rate.learn(snapshot.num_waiting, num_ended, now_s)
+        self._slot_times.learn(snapshot.num_running, num_ended, now_s)
         if self._costs is not None:
             self.pack(self._costs)  # now, when nobody waits for a decision
 
@@ -244,7 +241,7 @@ class ReplicaView:
         if num_bytes > 0 and seconds > 0:
             rate = num_bytes / seconds
             before = self.transfer_bytes_s
-            self.transfer_bytes_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
+            self.transfer_bytes_s = rate if before is None else before + TRANSFER_WEIGHT * (rate - before)
             self._changed()
 
     def pace(self, stand_in: StepCosts | None) -> Pace | None:
@@ -340,19 +337,18 @@ class ReplicaView:
         beside = min(num_requests, self.max_num_seqs - 1)
         decode_step_s = costs.overhead_s + max(weights_s, (beside + 1) * token_s)
         decode_step_s += (num_context + waiting_tokens) * costs.context_token_s
-        ends_per_s = self._ends_per_s or (num_running or 1) / (USUAL_OUTPUT_TOKENS * step_s)
+        ends_per_s = self._end_rate.per_s or (num_running or 1) / (USUAL_OUTPUT_TOKENS * step_s)
         # Others have sent as much as this router that no snapshot counts; slots are taken in turn.
         num_missing = num_requests + 1 - self.max_num_seqs
         num_missing += (self.num_routers - 1) * len(unseen.requests) + self.turn
         slot_s = doubt_s = 0.0
         if num_missing > 0:
             slot_s = num_missing / ends_per_s
-            times, heard_s, num_before = self._slot_times, self.learned_at_s or 0.0, num_missing - 1
-            wait = times.wait(num_before, heard_s)
-            last = times.wait(num_before + 1, heard_s) if self.num_routers > 1 else wait  # another may have sent more
-            if wait is not None and last is not None:  # when a slot is free, the next step is planned already
+            heard_s, has_others = self.learned_at_s or 0.0, self.num_routers > 1  # who may have sent one more
+            wait = self._slot_times.wait(num_missing - 1, heard_s, num_unsure=int(has_others))
+            if wait is not None:  # when a slot is free, the next step is planned already
                 slot_s = wait.usual_s + step_s
-                doubt_s = max(min(last.sure_s - wait.usual_s, last.sure_s + step_s - queue_s), 0.0)
+                doubt_s = max(min(wait.sure_s - wait.usual_s, wait.sure_s + step_s - queue_s), 0.0)
         num_blocks = snapshot.num_used_blocks + int(ahead) // self.block_size
         blocks_a_request = max(num_blocks / (num_requests or 1), 1.0)
         correction = self.correction
@@ -382,21 +378,3 @@ class ReplicaView:
         if self.tpot_target_s is None or token_s <= 0.0:
             return chunk
         return min(chunk, max(int((self.tpot_target_s - fixed_s) / token_s) - num_decodes, MIN_PREFILL_TOKENS))
-
-    def _learn_rate(self, snapshot: Snapshot, now_s: float) -> None:
-        """Requests a second that end there, by times when others wait: else it says how many come."""
-        if not snapshot.num_waiting:
-            self._rate_since = None
-            return
-        num_ended = snapshot.num_finished + snapshot.num_cancelled
-        if self._rate_since is None:
-            self._rate_since = now_s, num_ended
-            return
-        since_s, before = self._rate_since
-        if now_s - since_s < RATE_INTERVAL_S:
-            return
-        rate = (num_ended - before) / (now_s - since_s)
-        self._ends_per_s = (
-            rate if self._ends_per_s is None else self._ends_per_s + RATE_WEIGHT * (rate - self._ends_per_s)
-        )
-        self._rate_since = now_s, num_ended
