@@ -25,6 +25,7 @@ Column = NDArray[np.float64]
 NOMINAL = StepCosts(overhead_s=0.005, weights_s=0.0, token_s=1e-3, pair_s=0.0, context_token_s=0.0)
 """A device that nobody has, to weigh prompts and decodes by while nobody's speed is known."""
 MAX_KEPT_SETS = 1024
+_NO_ROWS: tuple[None, int] = None, 0
 
 
 class Loads(NamedTuple):
@@ -148,12 +149,12 @@ class LoadTable:
         block_size = self.views[0].block_size
         most, tokens = at_most // block_size, np.zeros(len(self.views))
         for replica_ids, num_blocks in held:
-            known_ids, rows = self._rows_of.get(id(replica_ids), (None, None))
+            known_ids, rows = self._rows_of.get(id(replica_ids), _NO_ROWS)
             if known_ids is not replica_ids:
                 if len(self._rows_of) >= MAX_KEPT_SETS:
                     self._rows_of.clear()
                 found = [row for one in replica_ids if (row := self._row_of.get(one)) is not None]
-                rows = np.array(found, dtype=np.intp)
+                rows = found[0] if len(found) == 1 else np.array(found, dtype=np.intp)
                 self._rows_of[id(replica_ids)] = replica_ids, rows
             tokens[rows] = min(num_blocks, most) * block_size
         if self._has_unknown:
@@ -175,6 +176,6 @@ class LoadTable:
         self._has_unknown = False
         """Whether some replica's costs are not known, by the last `columns`."""
         self._row_of: Mapping[str, int] = {view.replica_id: row for row, view in enumerate(views)}
-        self._rows_of: dict[int, tuple[tuple[str, ...], NDArray[np.intp]]] = {}
+        self._rows_of: dict[int, tuple[tuple[str, ...] | None, NDArray[np.intp] | int]] = {}
         """Sets of replicas that were met lately, and their rows, by the sets' identities: the index gives the same
         objects again, whose hash takes longer than all else here."""
