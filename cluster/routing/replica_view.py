@@ -81,6 +81,8 @@ class ReplicaView:
         """When the last snapshot came; None before the first."""
         self.num_begun = 0
         """Requests of this router that began there."""
+        self.late_s = 0.0
+        """How much later than estimated first tokens came, smoothed."""
         self.correction = 1.0
         """Observed seconds to the first token over estimated ones, smoothed and bounded."""
         self.transfer_bytes_s: float | None = None
@@ -210,7 +212,7 @@ class ReplicaView:
         self._unseen.add(
             request_id,
             Sent(
-                *(num_new_tokens, num_context_tokens, num_pairs, now_s, estimate_s / self.correction),
+                *(num_new_tokens, num_context_tokens, num_pairs, now_s, estimate_s / self.correction, estimate_s),
                 at_snapshot=self._num_snapshots,
             ),
         )
@@ -226,6 +228,8 @@ class ReplicaView:
         self.num_begun += 1
         self._changed()
         if now_s is not None and sent.estimate_s > 0:
+            late_s = now_s - sent.sent_at_s - sent.expected_s
+            self.late_s += RATIO_WEIGHT * (late_s - self.late_s)
             ratio = (now_s - sent.sent_at_s + RATIO_FLOOR_S) / (sent.estimate_s + RATIO_FLOOR_S)
             ratio = min(max(ratio, LEAST_RATIO), MOST_RATIO)
             self.correction *= (ratio / self.correction) ** RATIO_WEIGHT
@@ -356,7 +360,7 @@ class ReplicaView:
             queue_s * correction,
             noise_s * correction,
             slot_s,
-            doubt_s,
+            doubt_s + max(self.late_s, 0.0),
             ahead > chunk,
             chunk,
             chunk_s * correction,

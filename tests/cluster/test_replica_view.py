@@ -176,6 +176,20 @@ def test_one_surprise_changes_little_and_short_times_say_nothing():
     assert one.correction == pytest.approx(1.0, rel=0.01)
 
 
+def test_a_deadline_is_promised_with_what_first_tokens_came_late_so_far():
+    one = view()
+    for number in range(100):
+        one.sent(str(number), 100, 100, 0.0, estimate_s=1.0)
+        one.began(str(number), 1.3)
+        one.ended(str(number))
+    assert pace(one).doubt_s == pytest.approx(0.3, rel=0.01)
+    for number in range(200):
+        one.sent(str(number), 100, 100, 0.0, estimate_s=1.0)
+        one.began(str(number), 0.9)
+        one.ended(str(number))
+    assert pace(one).doubt_s == 0.0  # earlier than estimated is no reason to promise more
+
+
 def test_what_is_packed_follows_every_change():
     one = view()
     changes = [
