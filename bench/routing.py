@@ -92,7 +92,8 @@ def make_router(variant: Variant, setting: Setting, fleet: Fleet, *, edge: int =
     ids, given, spec, hardware = list(fleet.replicas), dict(variant.parameters), setting.spec, setting.hardware
     match variant.policy:
         case "manta":
-            return PolicyRouter([hardware.view(replica_id, spec) for replica_id in ids], seed=edge)
+            views = [hardware.view(replica_id, spec) for replica_id in ids]
+            return PolicyRouter(views, seed=edge, place=edge, num_edges=setting.num_edges)
         case "round_robin":
             return RoundRobin(ids)
         case "least_loaded":

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from manta.cluster.routing.load_table import LoadTable
 from manta.cluster.routing.policy import RouteRequest, RoutingSettings, decide
 from manta.cluster.routing.prefix_index import PrefixIndex
 from manta.cluster.routing.replica_view import ReplicaView
@@ -55,6 +56,7 @@ class Fleet:
             )
             for number in range(num_replicas)
         ]
+        self.table = LoadTable(self.views)
         self.index = PrefixIndex(max_blocks=2 * num_replicas * BLOCKS_A_REPLICA)
         self.system = [self._hash() for _ in range(SYSTEM_BLOCKS)]
         self._sequences = dict.fromkeys((view.replica_id for view in self.views), 0)
@@ -129,7 +131,7 @@ def decisions(
     for number in range(repeats + 1):
         one, now_s = request(prompt(num_tokens), num_tokens), number * 0.02
         fleet.learn(now_s)
-        yield partial(decide, one, fleet.views, fleet.index, now_s=now_s, settings=settings, tie=0.5)
+        yield partial(decide, one, fleet.table, fleet.index, now_s=now_s, settings=settings, tie=0.5)
 
 
 def expectations(fleet: Fleet, num_tokens: int, repeats: int) -> Iterator[Callable[[], object]]:

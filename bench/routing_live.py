@@ -212,4 +212,6 @@ def _routers(fleet: Fleet, served: Served) -> list[PolicyRouter]:
             for replica_id in fleet.replicas
         ]
 
-    return [PolicyRouter(views(), seed=edge) for edge in range(served.num_edges)]
+    return [
+        PolicyRouter(views(), seed=edge, place=edge, num_edges=served.num_edges) for edge in range(served.num_edges)
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import msgspec
 import zmq
@@ -59,6 +60,9 @@ TURN_BOUND_S = 10.0
 """A turn of the loop that takes longer is a hang, where no better bound is known; on an accelerator."""
 CPU_TURN_BOUND_S = 60.0
 """The same on a CPU, where one step may take many seconds."""
+
+LATELY_S = 2.0
+"""An edge that sent no request for longer takes no turn when slots become free."""
 
 Command = Submit | Cancel | Drain | Expect | Release | SetRole
 
@@ -231,6 +235,7 @@ class ChannelServer:
                 return None
             self._owner[request_id] = edge
             edge.request_ids.add(request_id)
+            edge.submitted_at_s = time.monotonic()
             if isinstance(message.request.handoff, TakeKv):
                 edge.tickets.discard(message.request.handoff.ticket)
             for other in self._edges.values():
@@ -281,12 +286,16 @@ class ChannelServer:
         )
         # Counted before it can know that it is welcome.
         feed = CacheFeed() if hello.wants_cache_events else None
-        self._edges[identity] = ConnectedEdge(identity, hello.edge_id, hello.is_watcher, time.monotonic(), feed)
+        order = crc32(f"{hello.edge_id} {self._replica_id}".encode())
+        edge = ConnectedEdge(identity, hello.edge_id, hello.is_watcher, time.monotonic(), feed, order=order)
+        self._edges[identity] = edge
         if self._send(identity, answer) is not None:
             del self._edges[identity]
 
     def _send_frame(self, edge: ConnectedEdge, now_s: float) -> None:
         with_step_times = edge.wants_step_times(now_s)
+        since_s = now_s - LATELY_S
+        others = [one for one in self._edges.values() if one.submitted_at_s > since_s and one is not edge]
         frame = Frame(
             sequence=edge.num_frames,
             deltas=edge.deltas,
@@ -299,6 +308,8 @@ class ChannelServer:
             draining=self._is_draining,
             role=self._role,
             demands=self._demands_of_others(edge) if with_step_times else None,
+            num_edges=1 + len(others),
+            turn=sum(other.order < edge.order for other in others),
             busy_edges=list(edge.busy_edges),
         )
         problem = self._send(edge.identity, frame)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from manta.engine.request import Refusal, RequestDelta
@@ -26,6 +27,10 @@ class ConnectedEdge:
     """For an edge that wants cache events."""
     demand: dict[str, float] | None = None
     """What its tenants ask of it, when it tells that."""
+    order: int = 0
+    """Its place among edges, another one at each replica."""
+    submitted_at_s: float = -math.inf
+    """When its last request came."""
     step_times_at_s: float = 0.0
     """When step times were last sent."""
     num_frames: int = 0

@@ -118,6 +118,10 @@ class Frame(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """What the replica is for now; while it drains for another role, the one from before."""
     demands: dict[str, dict[str, float]] | None = None
     """Now and then, for an edge that tells its own demand: that of the others by id, tokens a second by tenant."""
+    num_edges: int = 1
+    """That sent requests lately, this one included."""
+    turn: int = 0
+    """How many of these come before it here when slots become free: an order that lasts, another at each replica."""
     busy_edges: list[str] = []
     """For watchers: ids of the edges that had a request here at any time since the watcher's last frame."""
 

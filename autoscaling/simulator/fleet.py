@@ -1,7 +1,7 @@
 """Replicas, edges and requests on one virtual clock. Knows neither how a replica works nor how a router decides.
 
 Edges learn of a replica's steps a little later than they end, as over the channel. A request that no replica has room
-for waits at its edge, in the order of arrival.
+for waits at its edge, in the order of arrival; with a deadline it is refused.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ class Fleet:
 
     def _arrive(self, outcome: Outcome) -> None:
         self._deliver_frames(self.events.now_s)
-        if self._held or not self._place(outcome):
+        if outcome.request.deadline_s is not None:
+            if not self._place(outcome):
+                outcome.refused = "no replica would answer in time"
+        elif self._held or not self._place(outcome):
             self._held.append(outcome)
 
     def _retry(self) -> None:
@@ -144,9 +147,10 @@ class Fleet:
         self._hear_of_quiet_ones()
         router = self.routers[self._next_edge]
         route = router.route(outcome.request, self.events.now_s)
+        if route is not None or outcome.request.deadline_s is not None:
+            self._next_edge = (self._next_edge + 1) % len(self.routers)
         if route is None:
             return False
-        self._next_edge = (self._next_edge + 1) % len(self.routers)
         outcome.routed_s = self.events.now_s
         outcome.replica_id, outcome.estimated_ttft_s = route.replica_id, route.estimated_ttft_s
         replica = self.replicas[route.replica_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from manta.cluster.routing.load_table import LoadTable
 from manta.cluster.routing.policy import Decision, RouteRequest, RoutingSettings, decide
 from manta.cluster.routing.prefix_index import PrefixIndex
 from manta.cluster.routing.replica_view import ReplicaView
@@ -52,8 +53,14 @@ class PolicyRouter:
         settings: RoutingSettings | None = None,
         max_index_blocks: int = INDEX_BLOCKS,
         seed: int = 0,
+        place: int = 0,
+        num_edges: int = 1,
     ) -> None:
+        """`place` is the edge's among `num_edges`: replica by replica another one comes first for free slots."""
         self.views = {view.replica_id: view for view in views}
+        for number, view in enumerate(self.views.values()):
+            view.num_routers, view.turn = num_edges, (place + number) % num_edges
+        self._table = LoadTable(self.views.values())
         self.index = PrefixIndex(max_blocks=max_index_blocks)
         for replica_id in self.views:
             self.index.add_replica(replica_id)
@@ -75,9 +82,9 @@ class PolicyRouter:
             num_prompt_tokens=request.num_prompt_tokens,
             block_hashes=request.block_hashes,
             expected_output_tokens=round(self._output_tokens),
+            deadline_s=None if request.deadline_s is None else request.arrival_s + request.deadline_s,
         )
-        views = list(self.views.values())
-        found = decide(asked, views, self.index, now_s=now_s, settings=self._settings, tie=self._rng.random())
+        found = decide(asked, self._table, self.index, now_s=now_s, settings=self._settings, tie=self._rng.random())
         if not isinstance(found, Decision):
             return None
         self._sent_to(request, found, now_s)

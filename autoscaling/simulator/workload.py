@@ -28,6 +28,8 @@ class SimRequest:
     """Of the prompt's full blocks, each of which stands for all that comes before it too."""
     expected_output_tokens: int | None = None
     """What a router may know about the answer's length; None: nothing."""
+    deadline_s: float | None = None
+    """Seconds from its arrival in which its first token must come, else it is refused; None: it waits for room."""
 
     def engine_request(self, *, max_tokens: int | None = None, num_known_tokens: int = 0) -> EngineRequest:
         """As an engine gets it; `max_tokens` instead of the whole answer, where only its beginning is wanted, and after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,18 @@ class Considered:
     """Standard error of its seconds: candidates are level where costs overlap, each give or take that."""
 
 
+class Narrowing(NamedTuple):
+    """How few of the candidates were left."""
+
+    num_candidates: int
+    num_level: int
+    """Whose costs could not be told from the least."""
+    num_fewest: int
+    """Of these with the fewest requests, or of the request's session; one of them was drawn."""
+    num_requests: int
+    """That run and wait at the chosen one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where a request goes, and why."""
@@ -125,10 +138,23 @@ class Decision:
     """It is computed there first and its KV moves; None: all on `replica_id`."""
     estimate: CostTerms
     """All 0 where nobody knows how long steps take and the load alone decided."""
-    reason: str
+    narrowing: Narrowing
     is_by_load: bool
     """Whether no replica's speed was known: then the candidates' seconds are those of a device that nobody has."""
     _considered: Callable[[], tuple[Considered, ...]]
+
+    @property
+    def reason(self) -> str:
+        """In a sentence."""
+        num_candidates, num_level, num_fewest, num_requests = self.narrowing
+        level = ""
+        if num_level > 1:
+            drawn = f", drawn among {num_fewest}" if num_fewest > 1 else ""
+            level = f": fewest requests ({num_requests}) of {num_level} that are level{drawn}"
+        if self.is_by_load:
+            return f"least load of {num_candidates} candidates of unknown speed{level}"
+        cost = f"{self.estimate.total_s:.4g} s, first token in {self.estimate.first_token_s:.4g} s"
+        return f"least cost ({cost}) of {num_candidates} candidates{level}"
 
     @property
     def considered(self) -> tuple[Considered, ...]:

@@ -15,6 +15,8 @@ class Pace(NamedTuple):
     """Standard error of that, as far as nobody but the replica knows how much of its step is over."""
     slot_s: float
     """Until the request gets a slot; 0 while one is free."""
+    doubt_s: float
+    """How much later its turn may come for that, with few exceptions."""
     has_prompts_waiting: bool
     """Whether more prompt tokens are ahead than the next step takes."""
     chunk: int
@@ -43,14 +45,18 @@ GREATEST_COLUMNS = ("is_prefill", "waits", "num_too_many", "ready_at_s", "minus_
 """What a decision asks of all replicas at once, the greatest of each: whether one only computes prompts, whether it has
 prompts waiting, by how many requests it would have too many with one more, when it became ready; and with turned signs
 when it was heard last and the prompt tokens of its steps."""
+WEIGHED_COLUMNS = ("decode_step_s", "context_token_s", "context_decodes_s", "decodes_step_s", "num_decodes")
+"""What counts in proportion to the numbers of a request: see CostTable."""
+SHOWN_COLUMNS = (*WEIGHED_COLUMNS, "num_requests", "noise_s")
+"""What explanations need of each replica when a decision is over."""
 COLUMNS = (
     *GREATEST_COLUMNS,
-    *("slot_s", "chunk", "chunk_s", "step_s", "decode_step_s", "num_decodes", "token_s", "context_token_s"),
-    *("wait_s", "spare_tokens", "token_room_s", "least_step_s", "full_step_s", "context_decodes_s", "half_pair_s"),
-    *("matched_block_size", "kv_bytes_per_token", "transfer_bytes_s", "num_requests", "noise_s"),
+    *("slot_s", "doubt_s", "chunk", "chunk_s", "step_s", "token_s", "wait_s", "spare_tokens", "token_room_s"),
+    *("least_step_s", "full_step_s", "half_pair_s", "kv_bytes_per_token", "transfer_bytes_s"),
+    *SHOWN_COLUMNS,
 )
 """What is packed: of a pace, and what follows from it. Seconds until a prompt's turn; tokens that find room at once and
 seconds until one more does; a step's seconds at least, and those that its prompt tokens come on top of; what all
-decodes lose to a context token; half a pair's seconds; the tokens of a cached block, 0 where costs are not known, so
-that the load alone counts there. `transfer_bytes_s` is 0 where none is known."""
+decodes lose to a context token, and their own steps' seconds, decode by decode; half a pair's seconds.
+`transfer_bytes_s` is 0 where none is known."""
 pack_columns = struct.Struct(f"{len(COLUMNS)}d").pack

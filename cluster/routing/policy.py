@@ -20,10 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manta.engine.step_costs import StepCosts
-
-from .cost_table import CostTable, Greatest, Loads
-from .decision import Considered, CostTerms, Decision, NoRoom, NoRoomReason, RouteRequest, RoutingSettings
+from .cost_table import CostTable
+from .decision import Considered, CostTerms, Decision, Narrowing, NoRoom, NoRoomReason, RouteRequest, RoutingSettings
+from .load_table import Greatest, Loads, LoadTable
 from .prefix_index import PrefixIndex
 from .replica_view import ReplicaView
 from .roles import Role
@@ -41,13 +40,11 @@ __all__ = [
 
 UNKNOWN_WAIT_S = 1.0
 """After which a request may be sent again, while nobody knows how long replicas take."""
-NOMINAL = StepCosts(overhead_s=0.005, weights_s=0.0, token_s=1e-3, pair_s=0.0, context_token_s=0.0)
-"""A device that nobody has, to weigh prompts and decodes by while nobody's speed is known."""
 
 
 def decide(
     request: RouteRequest,
-    views: Sequence[ReplicaView],
+    views: LoadTable | Sequence[ReplicaView],
     index: PrefixIndex,
     *,
     now_s: float,
@@ -55,53 +52,55 @@ def decide(
     tie: float,
 ) -> Decision | NoRoom:
     """The candidate with the least cost among `views`, which are the replicas that take new work; of those that are
-    level with it, the one with the fewest requests.
+    level with it, the one with the fewest requests. A table of them is quicker than a list.
 
     `tie` in [0, 1) draws among those that are alike in that, too: routers that pass different numbers do not all choose
     the same.
     Changes nothing; the caller tells view and index what it then sends.
     """
+    table = views if isinstance(views, LoadTable) else LoadTable.of(views)
+    views = table.views
     if not views:
         return NoRoom(NoRoomReason.NO_REPLICA, UNKNOWN_WAIT_S, tuple)
-    stand_in = next((view.costs for view in views if view.costs is not None), None)
-    loads, greatest = Loads.of(views, stand_in or NOMINAL)
+    is_known = table.known_costs is not None
+    loads, greatest = table.columns()
     if greatest.is_prefill and np.minimum.reduce(loads.is_prefill):  # all: better they than nobody
         loads, greatest = loads._replace(is_prefill=np.zeros(len(views))), greatest._replace(is_prefill=0.0)
     fleet = _Fleet(request, views, loads, greatest, now_s, settings.ramp_s)
     if not fleet.can_decode:
-        return fleet.no_room(is_known=stand_in is not None)
-    matched = index.match(request.block_hashes)
-    table = CostTable(request, views, loads, greatest, fleet.able, matched, now_s=now_s, settings=settings)
+        return fleet.no_room(is_known=is_known)
+    held = index.match_sets(request.block_hashes)
+    costs = CostTable(request, table, loads, greatest, fleet.able, held, now_s=now_s, settings=settings)
     latest_s = math.inf  # seconds that nobody has are no reason to refuse
-    if stand_in is not None:
+    if is_known:
         latest_s = settings.max_wait_s
         if request.deadline_s is not None:
             latest_s = min(latest_s, request.deadline_s - now_s)
 
     def considered() -> tuple[Considered, ...]:
-        return (*table.considered(latest_s), *fleet.unable)
+        return (*costs.considered(latest_s), *fleet.unable)
 
-    totals, first_tokens = table.totals, table.first_tokens
-    if table.has_pairs and _must_detour(request, settings):
-        totals[: table.num_alone] = math.inf
+    totals, sure_s = costs.totals, costs.sure_s
+    if costs.has_pairs and _must_detour(request, settings):
+        totals[: costs.num_alone] = math.inf
     best = int(totals.argmin())
-    if first_tokens[best] > latest_s:  # perhaps one that costs more is in time
-        soonest_s = float(first_tokens[totals < math.inf].min())
+    if sure_s[best] > latest_s:  # perhaps one that costs more is in time
+        soonest_s = float(sure_s[totals < math.inf].min())
         if soonest_s > latest_s:
             reason = NoRoomReason.WAIT if soonest_s > settings.max_wait_s else NoRoomReason.DEADLINE
             return NoRoom(reason, soonest_s, considered)
-        best = int(np.where(first_tokens <= latest_s, totals, math.inf).argmin())
-    level = table.level_with(best, latest_s)
-    fewest = level if len(level) == 1 else table.fewest(level)
-    chosen = fewest[int(tie * len(fewest))]
-    estimate = CostTerms(0) if stand_in is None else table.terms_of(chosen)
-    level_note = ""
-    if len(level) > 1:
-        drawn = f", drawn among {len(fewest)}" if len(fewest) > 1 else ""
-        level_note = f": fewest requests ({table.num_requests(chosen)}) of {len(level)} that are level{drawn}"
-    reason = _reason(estimate, len(table), level_note, is_by_load=stand_in is None)
-    replica_id, prefill_replica_id = table.replica_id(chosen), table.prefill_replica_id(chosen)
-    return Decision(replica_id, prefill_replica_id, estimate, reason, stand_in is None, considered)
+        best = int(np.where(sure_s <= latest_s, totals, math.inf).argmin())
+    level = costs.level_with(best, latest_s)
+    fewest = costs.fewest(level)
+    chosen = fewest.item(int(tie * len(fewest)))
+    return Decision(
+        costs.replica_id(chosen),
+        costs.prefill_replica_id(chosen),
+        costs.terms_of(chosen) if is_known else CostTerms(0),
+        Narrowing(len(costs), len(level), len(fewest), costs.num_requests(chosen)),
+        not is_known,
+        considered,
+    )
 
 
 def _must_detour(request: RouteRequest, settings: RoutingSettings) -> bool:
@@ -124,6 +123,8 @@ class _Fleet:
         self._request, self._views, self._loads = request, views, loads
         self.able: Sequence[int] = range(len(views))
         """Indices of the views that may."""
+        self.unable: tuple[Considered, ...] = ()
+        """Those that may not, each with the reason."""
         if greatest.num_too_many > 0:
             self.able = (loads.num_too_many <= 0).nonzero()[0].tolist()
         if request.model_name is not None or request.excluded:
@@ -135,8 +136,6 @@ class _Fleet:
         """Whether one of them runs requests to their end."""
         if greatest.is_prefill:
             self.can_decode = not all(loads.is_prefill[index] for index in self.able)
-        self.unable: tuple[Considered, ...] = ()
-        """Those that may not, each with the reason."""
         if len(self.able) < len(views):
             left = sorted({*range(len(views))} - {*self.able})
             self.unable = tuple(Considered(views[i].replica_id, None, None, self._why_not(i)) for i in left)
@@ -183,12 +182,3 @@ def _has_enough(view: ReplicaView, now_s: float, ramp_s: float) -> bool:
     age_s = now_s - view.ready_at_s
     most = 1 + 2 * view.num_begun + view.max_num_seqs * max(age_s, 0.0) // ramp_s
     return age_s < ramp_s and view.num_own >= most
-
-
-def _reason(estimate: CostTerms, num_candidates: int, level_note: str, *, is_by_load: bool) -> str:
-    if is_by_load:
-        return f"least load of {num_candidates} candidates of unknown speed{level_note}"
-    return (
-        f"least cost ({estimate.total_s:.4g} s, first token in {estimate.first_token_s:.4g} s) "
-        f"of {num_candidates} candidates{level_note}"
-    )

@@ -12,12 +12,20 @@ import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from manta.engine.prefix_cache import CacheEvents
 
 MAX_KEPT_SETS = 1024
 SWEEP_SIZE = 4096
 """Hashes that one call of `expire` cleans of replicas that are gone."""
+
+
+class Held(NamedTuple):
+    """Replicas that hold so many of a prompt's first blocks."""
+
+    replica_ids: tuple[str, ...]
+    num_blocks: int
 
 
 class _Replica:
@@ -124,7 +132,11 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Blocks of the longest cached prefix, by replica; those without any are left out."""
-        found: dict[str, int] = {}
+        return {replica_id: num for ids, num in self.match_sets(hashes) for replica_id in ids}
+
+    def match_sets(self, hashes: Sequence[bytes]) -> list[Held]:
+        """The same, for sets of replicas. Of a replica that is in several of them the last one says it."""
+        found: list[Held] = []
         get, live, num_blocks = self._masks.get, self._live, len(hashes)
         if not num_blocks or not get(hashes[0], 0) & live:
             return found
@@ -207,13 +219,13 @@ class PrefixIndex:
             self._retired ^= swept
             self._free_bits.extend(_bits(swept))
 
-    def _note(self, found: dict[str, int], mask: int, num_blocks: int) -> None:
+    def _note(self, found: list[Held], mask: int, num_blocks: int) -> None:
         ids = self._ids_of.get(mask)
         if ids is None:
             if len(self._ids_of) >= MAX_KEPT_SETS:
                 self._ids_of.clear()
             ids = self._ids_of[mask] = tuple(self._by_bit[bit].replica_id for bit in _bits(mask))
-        found.update(dict.fromkeys(ids, num_blocks))
+        found.append(Held(ids, num_blocks))
 
     def _expect(self, replica: _Replica, hashes: Sequence[bytes], until_s: float) -> None:
         masks, bit, expected = self._masks, replica.bit, replica.expected

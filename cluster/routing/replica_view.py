@@ -9,6 +9,9 @@ import hashlib
 import math
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.engine.step_budget import MIN_PREFILL_TOKENS
 from manta.engine.step_costs import StepCosts
@@ -16,6 +19,7 @@ from manta.engine.step_costs import StepCosts
 from .pace import Pace, pack_columns
 from .roles import Role
 from .sent import Sent, SentRequests
+from .slot_times import EndRate, SlotTimes
 
 LEAST_RATIO, MOST_RATIO = 0.25, 4.0
 """Bounds of what observation corrects estimates by."""
@@ -23,10 +27,8 @@ RATIO_WEIGHT = 0.1
 """Of each new observation."""
 RATIO_FLOOR_S = 0.01
 """Added to both sides of a ratio: what is shorter says nothing about the replica's speed."""
-RATE_INTERVAL_S = 1.0
-"""Over which the ends of requests are counted."""
-RATE_WEIGHT, SHARE_WEIGHT = 0.3, 0.1
-"""Of each new observation: of ended requests a second, of the share of prompt tokens that were cached."""
+TRANSFER_WEIGHT, SHARE_WEIGHT = 0.3, 0.1
+"""Of each new observation: of the bytes of KV a second, of the share of prompt tokens that were cached."""
 USUAL_OUTPUT_TOKENS = 256
 """Tokens of an answer, while nothing is known of how fast a replica ends requests."""
 STEPS_TO_BEGIN = 1.5
@@ -79,6 +81,8 @@ class ReplicaView:
         """When the last snapshot came; None before the first."""
         self.num_begun = 0
         """Requests of this router that began there."""
+        self.late_s = 0.0
+        """How much later than estimated first tokens came, smoothed."""
         self.correction = 1.0
         """Observed seconds to the first token over estimated ones, smoothed and bounded."""
         self.transfer_bytes_s: float | None = None
@@ -87,11 +91,14 @@ class ReplicaView:
         self._unseen, self._seen = SentRequests(), SentRequests()
         self._begun: set[str] = set()
         self._num_snapshots = 0
-        self._ends_per_s: float | None = None
-        self._rate_since: tuple[float, int] | None = None
         self._cached_share = 0.0
+        self._end_rate, self._slot_times = EndRate(), SlotTimes()
+        self.num_routers, self.turn = 1, 0
+        """Routers that send requests there, and how many of them come before this one when slots become free."""
         self.packed: bytes | None = None
-        """Load and more in numbers, for cost_table.py; None: to be packed anew."""
+        """Load and more in numbers, for load_table.py; None: to be packed anew."""
+        self._place: NDArray[np.float64] | None = None
+        self._stale: set[ReplicaView] = set()
 
     @classmethod
     def of(
@@ -130,7 +137,8 @@ class ReplicaView:
 
     @costs.setter
     def costs(self, costs: StepCosts | None) -> None:
-        self._costs, self.packed = costs, None
+        self._costs = costs
+        self._changed()
 
     @property
     def role(self) -> Role:
@@ -139,7 +147,8 @@ class ReplicaView:
     @role.setter
     def role(self, role: Role) -> None:
         if role is not self._role:
-            self._role, self.packed = role, None
+            self._role = role
+            self._changed()
 
     @property
     def max_requests(self) -> int:
@@ -149,7 +158,8 @@ class ReplicaView:
     @max_requests.setter
     def max_requests(self, max_requests: int) -> None:
         if max_requests != self._max_requests:
-            self._max_requests, self.packed = max_requests, None
+            self._max_requests = max_requests
+            self._changed()
 
     @property
     def num_requests(self) -> int:
@@ -166,7 +176,8 @@ class ReplicaView:
     def learn(self, snapshot: Snapshot, now_s: float) -> None:
         """The newest snapshot, which came at `now_s`."""
         before = self.snapshot
-        self.snapshot, self.learned_at_s, self.packed = snapshot, now_s, None
+        self.snapshot, self.learned_at_s = snapshot, now_s
+        self._changed()
         self._num_snapshots += 1
         unseen = self._unseen.requests
         while unseen:
@@ -179,7 +190,9 @@ class ReplicaView:
         if num_prompt_tokens > 0:
             share = (snapshot.num_cached_tokens - before.num_cached_tokens) / num_prompt_tokens
             self._cached_share += SHARE_WEIGHT * (min(max(share, 0.0), 1.0) - self._cached_share)
-        self._learn_rate(snapshot, now_s)
+        num_ended = snapshot.num_finished + snapshot.num_cancelled
+        self._end_rate.learn(snapshot.num_waiting, num_ended, now_s)
+        self._slot_times.learn(snapshot.num_running, num_ended, now_s)
         if self._costs is not None:
             self.pack(self._costs)  # now, when nobody waits for a decision
 
@@ -199,11 +212,11 @@ class ReplicaView:
         self._unseen.add(
             request_id,
             Sent(
-                *(num_new_tokens, num_context_tokens, num_pairs, now_s, estimate_s / self.correction),
+                *(num_new_tokens, num_context_tokens, num_pairs, now_s, estimate_s / self.correction, estimate_s),
                 at_snapshot=self._num_snapshots,
             ),
         )
-        self.packed = None
+        self._changed()
 
     def began(self, request_id: str, now_s: float | None = None) -> None:
         """Its first token came. With the time, estimates are corrected by how long that took. Unknown ids are
@@ -213,8 +226,10 @@ class ReplicaView:
             return
         self._begun.add(request_id)
         self.num_begun += 1
-        self.packed = None
+        self._changed()
         if now_s is not None and sent.estimate_s > 0:
+            late_s = now_s - sent.sent_at_s - sent.expected_s
+            self.late_s += RATIO_WEIGHT * (late_s - self.late_s)
             ratio = (now_s - sent.sent_at_s + RATIO_FLOOR_S) / (sent.estimate_s + RATIO_FLOOR_S)
             ratio = min(max(ratio, LEAST_RATIO), MOST_RATIO)
             self.correction *= (ratio / self.correction) ** RATIO_WEIGHT
@@ -223,15 +238,15 @@ class ReplicaView:
         """It ended there, or was refused, cancelled or lost. Unknown ids are ignored."""
         if self._unseen.pop(request_id) is None and self._seen.pop(request_id) is None:
             self._begun.discard(request_id)
-        self.packed = None
+        self._changed()
 
     def learn_transfer(self, num_bytes: float, seconds: float) -> None:
         """So many bytes of KV arrived there in so long."""
         if num_bytes > 0 and seconds > 0:
             rate = num_bytes / seconds
             before = self.transfer_bytes_s
-            self.transfer_bytes_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
-            self.packed = None
+            self.transfer_bytes_s = rate if before is None else before + TRANSFER_WEIGHT * (rate - before)
+            self._changed()
 
     def pace(self, stand_in: StepCosts | None) -> Pace | None:
         """The load in seconds, by its own costs or for want of them by others; None without either."""
@@ -252,29 +267,48 @@ class ReplicaView:
             -math.inf if self.learned_at_s is None else -self.learned_at_s,
             -pace.chunk,
             pace.slot_s,
+            pace.doubt_s,
             pace.chunk,
             pace.chunk_s,
             pace.step_s,
-            pace.decode_step_s,
-            num_decodes,
             token_s,
-            pace.context_token_s,
             max(pace.queue_s, pace.slot_s),
             (pace.free_blocks - 1) * block_size,
             pace.block_s / block_size,
             fixed_s + pace.weights_s,
             fixed_s + num_decodes * token_s,
-            num_decodes * pace.context_token_s,
             0.5 * pace.pair_s,
-            0.0 if costs is None else block_size,
             self.kv_bytes_per_token,
             self.transfer_bytes_s or 0.0,
+            pace.decode_step_s,
+            pace.context_token_s,
+            num_decodes * pace.context_token_s,
+            num_decodes * pace.step_s,
+            num_decodes,
             num_requests,
             pace.noise_s,
         )
         if costs is not None:
             self.packed = packed
+            if self._place is not None:
+                self._place[:] = np.frombuffer(packed)
+                self._stale.discard(self)
         return packed
+
+    def move_to(self, place: NDArray[np.float64], stale: set[ReplicaView]) -> None:
+        """From now on what is packed is written to `place`, [columns], too; until then the view is in `stale`."""
+        self._place, self._stale = place, stale
+        self._changed()
+
+    def leave(self) -> None:
+        """Undo `move_to`."""
+        self._stale.discard(self)
+        self._place, self._stale = None, set()
+
+    def _changed(self) -> None:
+        self.packed = None
+        if self._place is not None:
+            self._stale.add(self)
 
     def _derive(self, costs: StepCosts) -> Pace:
         snapshot, unseen, seen = self.snapshot, self._unseen, self._seen
@@ -307,15 +341,26 @@ class ReplicaView:
         beside = min(num_requests, self.max_num_seqs - 1)
         decode_step_s = costs.overhead_s + max(weights_s, (beside + 1) * token_s)
         decode_step_s += (num_context + waiting_tokens) * costs.context_token_s
-        ends_per_s = self._ends_per_s or (num_running or 1) / (USUAL_OUTPUT_TOKENS * step_s)
+        ends_per_s = self._end_rate.per_s or (num_running or 1) / (USUAL_OUTPUT_TOKENS * step_s)
+        # Others have sent as much as this router that no snapshot counts; slots are taken in turn.
         num_missing = num_requests + 1 - self.max_num_seqs
+        num_missing += (self.num_routers - 1) * len(unseen.requests) + self.turn
+        slot_s = doubt_s = 0.0
+        if num_missing > 0:
+            slot_s = num_missing / ends_per_s
+            heard_s, has_others = self.learned_at_s or 0.0, self.num_routers > 1  # who may have sent one more
+            wait = self._slot_times.wait(num_missing - 1, heard_s, num_unsure=int(has_others))
+            if wait is not None:  # when a slot is free, the next step is planned already
+                slot_s = wait.usual_s + step_s
+                doubt_s = max(min(wait.sure_s - wait.usual_s, wait.sure_s + step_s - queue_s), 0.0)
         num_blocks = snapshot.num_used_blocks + int(ahead) // self.block_size
         blocks_a_request = max(num_blocks / (num_requests or 1), 1.0)
         correction = self.correction
         return Pace(  # in the order of its fields: this runs for each snapshot
             queue_s * correction,
             noise_s * correction,
-            num_missing / ends_per_s if num_missing > 0 else 0.0,
+            slot_s,
+            doubt_s + max(self.late_s, 0.0),
             ahead > chunk,
             chunk,
             chunk_s * correction,
@@ -337,21 +382,3 @@ class ReplicaView:
         if self.tpot_target_s is None or token_s <= 0.0:
             return chunk
         return min(chunk, max(int((self.tpot_target_s - fixed_s) / token_s) - num_decodes, MIN_PREFILL_TOKENS))
-
-    def _learn_rate(self, snapshot: Snapshot, now_s: float) -> None:
-        """Requests a second that end there, by times when others wait: else it says how many come."""
-        if not snapshot.num_waiting:
-            self._rate_since = None
-            return
-        num_ended = snapshot.num_finished + snapshot.num_cancelled
-        if self._rate_since is None:
-            self._rate_since = now_s, num_ended
-            return
-        since_s, before = self._rate_since
-        if now_s - since_s < RATE_INTERVAL_S:
-            return
-        rate = (num_ended - before) / (now_s - since_s)
-        self._ends_per_s = (
-            rate if self._ends_per_s is None else self._ends_per_s + RATE_WEIGHT * (rate - self._ends_per_s)
-        )
-        self._rate_since = now_s, num_ended

@@ -15,6 +15,8 @@ class Sent:
     sent_at_s: float
     estimate_s: float
     """Before it was corrected by what was observed."""
+    expected_s: float
+    """The estimate as it was made."""
     at_snapshot: int
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from manta.cluster.routing.decision import CostTerms, Decision, NoRoom, RouteRequest, RoutingSettings
+from manta.cluster.routing.load_table import LoadTable
 from manta.cluster.routing.policy import decide
 from manta.cluster.routing.prefix_index import PrefixIndex
 from manta.cluster.routing.replica_view import ReplicaView
@@ -91,6 +92,8 @@ class Chooser:
         self._draw = draw
         self._index = PrefixIndex(max_blocks=max_index_blocks)
         self._views: dict[str, ReplicaView] = {}
+        self._table = LoadTable()
+        """Of all views."""
         self._resyncing: set[str] = set()
         """Replicas that were asked for a complete list."""
         self._expired_at_s = clock()
@@ -117,13 +120,16 @@ class Chooser:
             max_waiting=self._max_waiting,
             **({} if is_warm else {"ready_at_s": now_s}),
         )
+        self._forget(link.replica_id)
         self._views[link.replica_id] = view
+        self._table.add(view)
         self._learn(view, snapshot, now_s)
         self._index.add_replica(link.replica_id)
 
     def heard(self, link: Link, frame: Frame) -> None:
         """A frame of a replica that has joined."""
         now_s, view = self._clock(), self._views[link.replica_id]
+        view.num_routers, view.turn = frame.num_edges, frame.turn
         if frame.snapshot is not None:
             self._learn(view, frame.snapshot, now_s)
         view.role = frame.role
@@ -145,7 +151,7 @@ class Chooser:
 
     def lost(self, link: Link) -> None:
         """A replica's channel is over: nothing is known of it any more."""
-        self._views.pop(link.replica_id, None)
+        self._forget(link.replica_id)
         self._resyncing.discard(link.replica_id)
         self._index.remove_replica(link.replica_id)
 
@@ -156,10 +162,10 @@ class Chooser:
         return sum(max(view.max_requests - view.num_requests, 0) for view in views)
 
     def decide(
-        self, request: EngineRequest, terms: RequestTerms, ready: Iterable[Link], *, must_go: bool
+        self, request: EngineRequest, terms: RequestTerms, ready: Sequence[Link], *, must_go: bool
     ) -> Decision | NoRoom:
         """Where the sequence goes, among these replicas. One that must go on accepts any wait."""
-        begin_s = self._clock()
+        begin_s, is_all = self._clock(), len(ready) == len(self._views)
         route = RouteRequest(
             request_id=request.request_id,
             num_prompt_tokens=len(request.prompt_token_ids),
@@ -175,7 +181,7 @@ class Chooser:
         )
         decision = decide(
             route,
-            [self._views[link.replica_id] for link in ready],
+            self._table if is_all else [self._views[link.replica_id] for link in ready],
             self._index,
             now_s=begin_s,
             settings=self._patient if must_go else self._settings,
@@ -226,6 +232,11 @@ class Chooser:
     def answered(self, num_output_tokens: int) -> None:
         """An answer came to its end; its length says what is to be expected of others."""
         self._usual_output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._usual_output_tokens)
+
+    def _forget(self, replica_id: str) -> None:
+        view = self._views.pop(replica_id, None)
+        if view is not None:
+            self._table.remove(view)
 
     def _learn(self, view: ReplicaView, snapshot: Snapshot, now_s: float) -> None:
         view.learn(snapshot, now_s)

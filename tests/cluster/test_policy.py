@@ -421,3 +421,23 @@ def test_while_many_have_prompts_waiting_computing_a_prompt_again_counts_for_mor
     views = [busy("hot", num_prefill_tokens=20_000), busy("cold", num_prefill_tokens=9000)]
     assert chosen(ask(views, index)) == "cold"
     assert chosen(ask(views, index, settings=RoutingSettings(work_weight=1.0))) == "hot"
+
+
+def test_a_deadline_is_promised_where_nearly_all_waits_keep_it_and_not_where_only_usual_ones_do():
+    rng, uneven = random.Random(0), view("uneven", max_num_seqs=8)
+    for number in range(100):  # one of eight slots becomes free at uneven times
+        now_s = 90.0 + number / 10 + rng.random() / 20
+        load = Snapshot(num_running=8, num_finished=number + 3 * rng.randint(0, 3), num_context_tokens=8)
+        uneven.learn(load, now_s)
+    pace = uneven.pace(None)
+    assert pace is not None
+    assert pace.doubt_s > 0.1
+    soon = ask([uneven], num_prompt_tokens=100, block_hashes=())
+    assert isinstance(soon, Decision)
+    usual_s = soon.estimate.first_token_s
+    kept = ask([uneven], num_prompt_tokens=100, block_hashes=(), deadline_s=100.0 + usual_s + pace.doubt_s + 0.01)
+    assert chosen(kept) == "uneven"
+    refused = ask([uneven], num_prompt_tokens=100, block_hashes=(), deadline_s=100.0 + usual_s + pace.doubt_s / 2)
+    assert isinstance(refused, NoRoom)
+    assert refused.reason is NoRoomReason.DEADLINE
+    assert refused.estimated_wait_s == pytest.approx(usual_s + pace.doubt_s)

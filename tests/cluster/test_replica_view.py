@@ -114,7 +114,24 @@ def test_without_a_free_slot_a_request_waits_for_others_to_end():
     for second in range(5):
         one.learn(Snapshot(num_running=8, num_waiting=2, num_finished=ended, num_context_tokens=8), float(second))
         ended += 4
-    assert pace(one).slot_s == pytest.approx(3 / 4)
+    # Slots are held for two seconds, the next four for one already; and the step after that is planned then.
+    assert pace(one).slot_s == pytest.approx(1.0 + pace(one).step_s)
+    assert pace(one).doubt_s == 0.0
+
+
+def test_slots_are_taken_in_turn_by_several_routers():
+    one = view()
+    one.num_routers, one.turn = 2, 1
+    for second in range(3):  # eight begin and end together, every second
+        one.learn(Snapshot(num_running=7, num_finished=7 * second, num_context_tokens=8), float(second))
+    wait_s = 1.0 + pace(one).step_s
+    assert pace(one).slot_s == pytest.approx(wait_s)  # one is free, but another router's
+    one.turn = 0
+    one.sent("a", 10, 10, 2.0)
+    assert pace(one).slot_s == pytest.approx(wait_s)  # was the second one of those that are free
+    for number in range(3):
+        one.sent(f"b{number}", 10, 10, 2.0)
+    assert pace(one).slot_s == pytest.approx(1.0 + wait_s)  # and the other router sends as many
 
 
 def test_without_free_blocks_it_waits_for_their_release():
@@ -157,6 +174,20 @@ def test_one_surprise_changes_little_and_short_times_say_nothing():
     one.sent("s", 1, 1, 0.0)
     one.began("s", 9.0)
     assert one.correction == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_deadline_is_promised_with_what_first_tokens_came_late_so_far():
+    one = view()
+    for number in range(100):
+        one.sent(str(number), 100, 100, 0.0, estimate_s=1.0)
+        one.began(str(number), 1.3)
+        one.ended(str(number))
+    assert pace(one).doubt_s == pytest.approx(0.3, rel=0.01)
+    for number in range(200):
+        one.sent(str(number), 100, 100, 0.0, estimate_s=1.0)
+        one.began(str(number), 0.9)
+        one.ended(str(number))
+    assert pace(one).doubt_s == 0.0  # earlier than estimated is no reason to promise more
 
 
 def test_what_is_packed_follows_every_change():

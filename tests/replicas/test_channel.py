@@ -331,6 +331,27 @@ async def test_a_watcher_learns_which_edges_have_work() -> None:
             assert frames[-1].busy_edges == []
 
 
+async def test_edges_that_send_requests_take_turns_and_those_that_send_none_do_not() -> None:
+    turns: dict[str, Frame] = {}
+
+    def keep(name: str) -> Callable[[Frame], None]:
+        return lambda frame: turns.__setitem__(name, frame)
+
+    with engine(FakeCore(step_s=0.005), KEYS.public) as one:
+        address = one.server.address
+        async with (
+            edge(address, "idle"),
+            edge(address, "a", on_frame=keep("a")) as first,
+            edge(address, "b", on_frame=keep("b")) as second,
+        ):
+            await Reply(first, request("r")).tokens()
+            assert (turns["a"].num_edges, turns["a"].turn) == (1, 0)
+            replies = Reply(first, request("s", max_tokens=4000)), Reply(second, request("t", max_tokens=4000))
+            await asyncio.gather(*(reply.next() for reply in replies))
+            assert {frame.num_edges for frame in turns.values()} == {2}
+            assert {frame.turn for frame in turns.values()} == {0, 1}
+
+
 async def test_what_is_not_a_message_is_ignored(running: Engine) -> None:
     async with edge(running.server.address) as client:
         client._socket.send(b"\xc1 nonsense")
