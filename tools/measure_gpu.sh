@@ -1,29 +1,33 @@
 #!/usr/bin/env bash
 # Measures everything on a GPU machine, part by part; each part leaves its file even when a later one fails or is cut off.
-#   tools/measure_gpu.sh [--out FOLDER] [--python PYTHON] tests | tune | kernels | engine | trace | profile | serve | tables |
-#                        multi ...
-# Without parts: all but multi (what needs two GPUs: tools/measure_multi_gpu.sh), in this order. Seconds on an H200, from a few runs: tests 260, tune 210, kernels 120, engine 400,
-# trace 60, profile 60, serve 120.
+#   tools/measure_gpu.sh [--out FOLDER] [--python PYTHON] [--set KEY=VALUE ...] PART ...
+# Parts and seconds on an H200: tests 400, tune 210, kernels 120, engine 350, trace 60, profile 60, handoff 200, serve 120,
+# tables 1; without parts all of these, in this order. Only when named: quantized (450 as planned) and quantized-engine
+# (420), which have not run yet, and multi, which needs two GPUs (tools/measure_multi_gpu.sh).
+# Where there are several GPUs, CUDA_VISIBLE_DEVICES chooses one, so that parts can run side by side.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | sed 's/^NVIDIA //; s/[^A-Za-z0-9]/-/g')
 out=bench/results/$(echo "${name:-none}" | tr '[:upper:]' '[:lower:]')
 python=.venv/bin/python
+model=(--model llama-3.1-8b-dummy --set max_model_len=40960)
+settings=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out=$2; shift 2 ;;
     --python) python=$2; shift 2 ;;
+    --set) settings+=(--set "$2"); shift 2 ;;
     *) break ;;
   esac
 done
-[ $# -gt 0 ] || set -- tests tune kernels engine trace profile serve tables
+model+=("${settings[@]}")
+[ $# -gt 0 ] || set -- tests tune kernels engine trace profile handoff serve tables
 [ -n "$name" ] || { echo "no NVIDIA GPU here (nvidia-smi names none)" >&2; exit 2; }
 mkdir -p "$out"
-model=(--model llama-3.1-8b-dummy --set max_model_len=40960)
-# A test that hangs shows where, and what takes long is named; another project's plugin must not warn.
-tests=(-q -m gpu --dist worksteal -p no:benchmark -o faulthandler_timeout=120 --durations=20)
+# A test that hangs shows where and ends, with its process, as one failure; another project's plugin must not warn.
+tests=(-v -m gpu --dist worksteal -p no:benchmark -o faulthandler_timeout=90 --timeout=120 --timeout-method=thread)
+tests+=(--durations=20)
 failed=0
-# Only when named: quantized (about 450 s as planned) and quantized-engine (420 s); neither has run yet.
 
 for part in "$@"; do
   started=$SECONDS
@@ -52,13 +56,14 @@ for part in "$@"; do
     engine) "$python" -m manta bench engine "${model[@]}" --workloads startup,decode,prefill,d2,d1,prefix \
       --json "$out/engine-llama8b-bf16.json" ;;
     trace) "$python" -m manta bench trace "${model[@]}" --json "$out/trace-llama8b-bf16.json" ;;
+    handoff) "$python" -m manta bench handoff "${model[@]}" --parts transfer,ttft,itl --json "$out/handoff.json" ;;
     profile) "$python" -m manta profile "${model[@]}" --json engine/profiles/h200/llama-3.1-8b-dummy.json ;;
-    serve) "$python" -m manta bench serving --workload d2 --serve llama-3.1-8b-dummy --set max_num_waiting=1024 \
+    serve) "$python" -m manta bench serving --workload d2 --serve llama-3.1-8b-dummy "${settings[@]}" --set max_num_waiting=1024 \
       --set serving.max_queued_requests=1024 --set serving.num_edges=4 --clients 6 \
       --in-process "$out/engine-llama8b-bf16.json" --json "$out/serving-d2.json" ;;
     tables) "$python" -m manta.bench.tables ;;
-    multi) tools/measure_multi_gpu.sh --out "$out" --python "$python" ;;
-    *) echo "unknown part $part: tests, tune, kernels, engine, trace, profile, serve, tables or multi" >&2; exit 2 ;;
+    multi) tools/measure_multi_gpu.sh --out "$out" --python "$python" "${settings[@]}" ;;
+    *) echo "unknown part $part: see the first lines of $0" >&2; exit 2 ;;
   esac
   code=$?
   echo "== $part: $([ $code -eq 0 ] && echo ok || echo "FAILED ($code)"), $((SECONDS - started)) s"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tries and measures what needs two GPUs of one machine, part by part. Each part is bounded in time and leaves its file
 # even when a later one fails or is cut off; the most telling ones come first.
-#   tools/measure_multi_gpu.sh [--out FOLDER] [--python PYTHON] probe | all-reduce | ranks | kv | engine | handoff | 70b |
-#                              gang | pools ...
+#   tools/measure_multi_gpu.sh [--out FOLDER] [--python PYTHON] [--set KEY=VALUE ...] PART ...
+# Parts: probe, all-reduce, ranks, kv, engine, handoff, 70b, gang, pools.
 # Without parts: all of them, in this order. None of it has run on two GPUs yet: the limits are guesses.
 # Before that, on one GPU of the kind: `tune` finds configurations for what a rank of two computes.
 set -uo pipefail
@@ -11,10 +11,12 @@ cd "$(dirname "$0")/.."
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} TORCH_SYMM_MEM_DISABLE_MULTICAST=${TORCH_SYMM_MEM_DISABLE_MULTICAST:-1}
 out=bench/results/h200
 python=.venv/bin/python
+settings=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out=$2; shift 2 ;;
     --python) python=$2; shift 2 ;;
+    --set) settings+=(--set "$2"); shift 2 ;;
     *) break ;;
   esac
 done
@@ -23,8 +25,8 @@ num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$num_gpus" -ge 2 ] || [ "$*" = tune ] || { echo "two NVIDIA GPUs are needed, and nvidia-smi lists $num_gpus" >&2; exit 2; }
 mkdir -p "$out"
 table=kernels/tuned/nvidia_h200.json
-tests=(-q -rs -W default -m multi_gpu -p no:benchmark -o faulthandler_timeout=100 --durations=10)
-model=(--model llama-3.1-8b-dummy --set max_model_len=40960)
+tests=(-q -rs -W default -m multi_gpu -p no:benchmark -o faulthandler_timeout=100 --timeout=150 --durations=10)
+model=(--model llama-3.1-8b-dummy --set max_model_len=40960 "${settings[@]}")
 failed=0
 
 within() { # seconds, command...
@@ -72,7 +74,7 @@ for part in "$@"; do
       within 300 "$python" -m manta bench handoff "${model[@]}" --devices cuda:0,cuda:1 --parts ttft,itl --repeats 3 \
         --duration 15 --json "$out/handoff-two-gpus.json" ;;
     70b)
-      within 240 "$python" -m manta bench engine --model llama-3.1-70b-dummy --set max_model_len=16384 --repeats 2 \
+      within 240 "$python" -m manta bench engine --model llama-3.1-70b-dummy --set max_model_len=16384 "${settings[@]}" --repeats 2 \
         --workloads decode,prefill --batch-sizes 1,128 --prefill-lens 2048,8192 \
         --json "$out/engine-llama70b-bf16-tp2.json" ;;
     gang) within 300 "$python" -m pytest "${tests[@]}" -s tests/replicas/test_gang.py ;;
