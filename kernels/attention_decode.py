@@ -227,7 +227,8 @@ def _attention_decode_kernel(
             tile_begin = (page * PAGE + start % PAGE) * SLOT  # pyright: ignore[reportOperatorIssue]
             k_ptrs = key_cache_ptr + tile_begin + (offs_tile[:, None] * SLOT + offs_kv)
             v_ptrs = value_cache_ptr + tile_begin + (offs_tile[:, None] * SLOT + offs_kv)
-            offs_scale = (page * KV_HEADS + pid_kv) * PAGE + start % PAGE + offs_tile
+            tile_scales = (page * KV_HEADS + pid_kv) * PAGE + start % PAGE  # pyright: ignore[reportOperatorIssue]
+            offs_scale = tile_scales + offs_tile
         else:
             page = tl.load(table_row + key_pos // PAGE, mask=mask_key, other=0).to(tl.int64)
             offs_scale = (page * KV_HEADS + pid_kv) * PAGE + key_pos % PAGE

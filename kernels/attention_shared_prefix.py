@@ -158,7 +158,8 @@ def _shared_prefix_kernel(
                 k = tl.load(k_ptrs, mask=mask_d[None, :], other=0.0)
                 v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
             mask_key = offs_tile < TILE
-            offs_scale = (page * KV_HEADS + pid_kv) * PAGE + start % PAGE + offs_tile
+            tile_scales = (page * KV_HEADS + pid_kv) * PAGE + start % PAGE  # pyright: ignore[reportOperatorIssue]
+            offs_scale = tile_scales + offs_tile
         else:
             key_pos = start + offs_tile
             page = tl.load(table_row + tl.minimum(key_pos // PAGE, last_page)).to(tl.int64)

@@ -94,8 +94,11 @@ def default_config(num_seqs: int, shape: DecodeShape, multiprocessors: int) -> D
     percent = 67 if is_large else 200
     if shape.itemsize > 2:
         return DecodeConfig(32 if shape.head_dim <= 64 else 16, 4, 2, fill, percent)
-    tile = 64 if shape.head_dim <= 128 else 32
-    return DecodeConfig(tile, 4, 3 if programs > 2 * multiprocessors else 5, fill, percent, merges_apart=not is_large)
+    is_wide = shape.head_dim > 128
+    tile = 32 if is_wide else 64
+    num_warps = 8 if is_wide and shape.has_codes else 4  # unpacked codes take registers
+    num_stages = 3 if programs > 2 * multiprocessors else 5
+    return DecodeConfig(tile, num_warps, num_stages, fill, percent, merges_apart=not is_large)
 
 
 @dataclass(frozen=True)

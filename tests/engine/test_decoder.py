@@ -47,7 +47,7 @@ def decoder_of(folder: Path) -> tuple[ModelShape, Decoder]:
     return shape, Decoder(shape, parameters, max_position=256)
 
 
-def whole_prompt(shape: ModelShape, num_tokens: int) -> tuple[AttentionBatch, list[tuple[torch.Tensor, torch.Tensor]]]:
+def whole_prompt(shape: ModelShape, num_tokens: int) -> tuple[AttentionBatch, list[LayerCache]]:
     """One prefill from position 0 in blocks 0, 1, ... of 16 tokens."""
     num_blocks = -(-num_tokens // 16)
     positions = torch.arange(num_tokens)

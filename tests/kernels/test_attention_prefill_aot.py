@@ -34,7 +34,7 @@ def plans_of(shape: Shape, dtype: str, capability: int) -> list[PrefillPlan]:
     """The default and, where the device's table may choose otherwise, those and the candidates of measurements."""
     dim, page, heads, kv = shape
     known = {"head_dim": dim, "itemsize": ITEM_SIZE[dtype], "page_size": page, "capability": capability}
-    plans = [default_plan(**known, group_size=heads // kv)]
+    plans = [default_plan(**known, group_size=heads // kv, has_codes=False)]
     if capability == 90 and dtype != "fp32":
         tables = runtime.tuned_tables("NVIDIA H200").get("attention_prefill", {})
         for key in (f"{dim}x{heads // kv}", f"{dim}x{heads // kv} deterministic"):

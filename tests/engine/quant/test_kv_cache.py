@@ -12,7 +12,7 @@ from manta.engine import model_runner
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
 from manta.engine.hardware import hardware_named
-from manta.engine.kv_cache import CacheLayout
+from manta.engine.kv_cache import CacheLayout, KvDtype
 from manta.engine.model_runner import check_kv_dtype
 from manta.engine.startup import start_engine
 from manta.engine.stats import EngineInfo
@@ -26,13 +26,13 @@ from manta.kernels.quantized.kv_cache import (
 from tests.engine.parallel.shards import generate, random_shape
 from tests.engine.runners import Driver, build, save_tiny
 
-DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES: dict[KvDtype, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SHAPE = random_shape(q=6, kv=3)
 PROMPTS = [[5, 6, 7] * 9, [1, 2] * 20]
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_block_takes_a_byte_an_element_and_a_scale_a_head(name: str):
+def test_a_block_takes_a_byte_an_element_and_a_scale_a_head(name: KvDtype):
     layout = CacheLayout.of(SHAPE, block_size=16, dtype=torch.bfloat16, kv_dtype=name)
     assert layout.block_bytes == 2 * 3 * 16 * 3 * (16 + 4)
     caches = layout.allocate(5, torch.device("cpu"))
@@ -41,7 +41,7 @@ def test_a_block_takes_a_byte_an_element_and_a_scale_a_head(name: str):
 
 
 @pytest.mark.parametrize(("name", "bound"), [("fp8", 0.04), ("int8", 0.01)])
-def test_heads_keep_their_values(name: str, bound: float):
+def test_heads_keep_their_values(name: KvDtype, bound: float):
     x = torch.randn(7, 3, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1.0, 300.0])[:, None]
     found = dequantize_heads(*quantize_heads(x, DTYPES[name]))
     errors = (found - x).norm(dim=-1) / x.norm(dim=-1)
@@ -51,7 +51,7 @@ def test_heads_keep_their_values(name: str, bound: float):
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_what_was_stored_is_read_and_slots_of_minus_one_are_left(name: str):
+def test_what_was_stored_is_read_and_slots_of_minus_one_are_left(name: KvDtype):
     codes = torch.zeros(4, 8, 3, 16, dtype=DTYPES[name])
     scales = torch.zeros(4, 3, 8)
     x = torch.randn(3, 3, 16, generator=torch.Generator().manual_seed(0))

@@ -185,7 +185,7 @@ def test_attention_over_codes_compiles(
     heads, int32 = kv_heads * group, torch.int32
     q = torch.zeros(num_seqs, heads + 2 * kv_heads, dim, dtype=wide)
     q, k, v = q.split([heads, kv_heads, kv_heads], dim=1)
-    codes = torch.zeros(2, 4, page, kv_heads, dim, dtype=dtype)
+    keys, values = torch.zeros(2, 4, page, kv_heads, dim, dtype=dtype)
     scales = CacheScales(*torch.zeros(2, 4, kv_heads, page))
     table, rows = torch.zeros(num_seqs, 4, dtype=int32), torch.zeros(num_seqs, dtype=int32)
     workspace = decode_schedule.DecodeWorkspace.allocate(
@@ -195,12 +195,12 @@ def test_attention_over_codes_compiles(
     around: dict[str, Any] = {"scales": scales, "max_seq_len": page, "table_rows": rows}
     starts, zeros = torch.zeros(num_seqs + 1, dtype=int32), torch.zeros(num_seqs, dtype=torch.int64)
     with compiling_only(1):
-        rope.rope_and_store(q, k, v, zeros, torch.zeros(4, dim), codes[0], codes[1], zeros, scales)
-        attention_decode.attention_decode(q, *codes, table, rows, 1.0, workspace=workspace, **around)
+        rope.rope_and_store(q, k, v, zeros, torch.zeros(4, dim), keys, values, zeros, scales)
+        attention_decode.attention_decode(q, keys, values, table, rows, 1.0, workspace=workspace, **around)
         attention_shared_prefix.attention_shared_prefix(
-            q, *codes, table, rows, 1.0, workspace=workspace, prefix=prefix, **around
+            q, keys, values, table, rows, 1.0, workspace=workspace, prefix=prefix, **around
         )
-        attention_prefill.attention_prefill(q, *codes, table, starts, rows, 1.0, max_query_len=1, **around)
+        attention_prefill.attention_prefill(q, keys, values, table, starts, rows, 1.0, max_query_len=1, **around)
     found = compiled_kernels(tmp_path)
     for name, resources in found.items():
         print(name, end=": ")

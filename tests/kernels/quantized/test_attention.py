@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ from tests.kernels import test_attention_decode as decodes
 from tests.kernels.test_attention_decode import BF16, F16, F32, LLAMA, TOLERANCE
 
 DTYPES = [torch.int8, torch.float8_e4m3fn]
-Batch = decodes.Batch | prefills.Batch
+B = TypeVar("B", decodes.Batch, prefills.Batch)
 
 
-def with_codes(batch: Any, dtype: torch.dtype) -> tuple[Any, CacheScales]:
+def with_codes(batch: B, dtype: torch.dtype) -> tuple[B, CacheScales]:
     """The batch over codes of its caches. Slots that no token wrote have NaN for a scale and codes that are not 0."""
     codes, scales = [], []
     for cache in (batch.key_cache, batch.value_cache):
@@ -35,7 +35,7 @@ def with_codes(batch: Any, dtype: torch.dtype) -> tuple[Any, CacheScales]:
     return replace(batch, key_cache=codes[0], value_cache=codes[1]), CacheScales(*scales)
 
 
-def workspace_of(batch: Any) -> decode.DecodeWorkspace:
+def workspace_of(batch: decodes.Batch) -> decode.DecodeWorkspace:
     return decode.DecodeWorkspace.allocate(
         max_num_seqs=len(batch.seq_lens),
         num_heads=batch.q.shape[1],
