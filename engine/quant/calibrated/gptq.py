@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from manta.engine.quant.fp8 import Activations, Fp8Weight, quantize_fp8
-from manta.engine.quant.grouped import GroupedWeight, grid_of, nearest_codes, pack_nibbles
+from manta.engine.quant.grouped import GroupedWeight, grid_of, nearest_codes, pack_nibbles, quantize_grouped
 from manta.kernels.quantized.layout import FP8_DTYPE, FP8_MAX
 
 DAMPING = 0.01
@@ -29,14 +29,21 @@ def quantize_gptq(
     group_size: int | None,
     symmetric: bool,
     act_order: bool = False,
+    keeps_groups: bool = False,
 ) -> GroupedWeight:
     """`weight` [out, in] for inputs with `second_moments` [in, in]; `group_size` None: one group a row.
 
-    `act_order`: columns with larger inputs first, and grouped in that order."""
+    `act_order`: columns with larger inputs first, and grouped in that order; with `keeps_groups` groups are those of
+    neighbouring columns, their scales from the weight before any column was changed."""
     num_columns = weight.shape[1]
     size = num_columns if group_size is None else min(group_size, num_columns)
+    order = _order_of(second_moments) if act_order else None
+    if order is not None and keeps_groups:
+        fixed = _FixedGrid(quantize_grouped(weight, bits=bits, group_size=size, symmetric=symmetric), order)
+        _round_columns(fixed, weight, second_moments, group_size=size, order=order)
+        return replace(fixed.nearest, codes=fixed.codes if bits == 8 else pack_nibbles(fixed.codes))
     grid = _IntegerGrid(weight, bits, symmetric)
-    order = _round_columns(grid, weight, second_moments, group_size=size, act_order=act_order)
+    _round_columns(grid, weight, second_moments, group_size=size, order=order)
     codes, ids = grid.codes, None
     if order is not None:
         restored = order.argsort()
@@ -57,8 +64,8 @@ def quantize_gptq(
 def quantize_fp8_gptq(weight: torch.Tensor, second_moments: torch.Tensor, activations: Activations) -> Fp8Weight:
     """`weight` [out, in] in FP8 with a scale a row, columns with larger inputs first."""
     grid = _Fp8Grid(quantize_fp8(weight, block=(1, weight.shape[1]), activations=activations))
-    order = _round_columns(grid, weight, second_moments, group_size=weight.shape[1], act_order=True)
-    assert order is not None, "columns are in the order of their inputs"
+    order = _order_of(second_moments)
+    _round_columns(grid, weight, second_moments, group_size=weight.shape[1], order=order)
     codes = grid.values[:, order.argsort()].to(FP8_DTYPE)
     return replace(grid.nearest, codes=codes)
 
@@ -88,10 +95,28 @@ class _IntegerGrid:
 
     def round(self, place: int, column: torch.Tensor) -> torch.Tensor:
         scale, zero = self.scales[-1], self.zeros[-1]
-        code = nearest_codes(column, scale, zero, bits=self._bits)
-        self.codes[:, place] = code
-        middle = float(1 << (self._bits - 1)) if zero is None else zero.float()
-        return (code.float() - middle) * scale.float()
+        self.codes[:, place], values = _rounded(column, scale, zero, self._bits)
+        return values
+
+
+class _FixedGrid:
+    """Scales and zeros of `nearest`, columns in `order`."""
+
+    def __init__(self, nearest: GroupedWeight, order: torch.Tensor) -> None:
+        self.nearest = nearest
+        self.codes = torch.empty(nearest.shape, dtype=torch.uint8)
+        self._columns = order.tolist()
+
+    def begin(self, group: torch.Tensor) -> None:
+        pass
+
+    def round(self, place: int, column: torch.Tensor) -> torch.Tensor:
+        original = self._columns[place]
+        group = original // self.nearest.group_size
+        scale, zeros = self.nearest.scales[:, group], self.nearest.zeros
+        zero = None if zeros is None else zeros[:, group]
+        self.codes[:, original], values = _rounded(column, scale, zero, self.nearest.bits)
+        return values
 
 
 class _Fp8Grid:
@@ -111,18 +136,30 @@ class _Fp8Grid:
         return self.values[:, place] * scale
 
 
+def _rounded(
+    column: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, what they stand for) of [out]."""
+    code = nearest_codes(column, scale, zero, bits=bits)
+    middle = float(1 << (bits - 1)) if zero is None else zero.float()
+    return code, (code.float() - middle) * scale.float()
+
+
+def _order_of(second_moments: torch.Tensor) -> torch.Tensor:
+    """Columns with larger inputs first."""
+    return second_moments.diagonal().argsort(descending=True)
+
+
 def _round_columns(
-    grid: _Grid, weight: torch.Tensor, second_moments: torch.Tensor, *, group_size: int, act_order: bool
-) -> torch.Tensor | None:
-    """Give `grid` all columns. Returns their order, None: as they are."""
+    grid: _Grid, weight: torch.Tensor, second_moments: torch.Tensor, *, group_size: int, order: torch.Tensor | None
+) -> None:
+    """Give `grid` all columns in `order`, None: as they are."""
     num_rows, num_columns = weight.shape
     moments, values = second_moments.float().clone(), weight.float().clone()
     unused = moments.diagonal() == 0
     moments.diagonal()[unused] = 1.0
     values[:, unused] = 0.0
-    order = None
-    if act_order:
-        order = moments.diagonal().argsort(descending=True)
+    if order is not None:
         values, moments = values[:, order], moments[order][:, order]
     factor = _inverse_factor(moments)
     block = _BLOCK if group_size >= num_columns else min(group_size, _BLOCK)
@@ -139,7 +176,6 @@ def _round_columns(
             own[:, place:].addr_(error, factor[column, column:last], alpha=-1.0)
             errors[:, place] = error
         values[:, last:] -= errors @ factor[first:last, last:]
-    return order
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:

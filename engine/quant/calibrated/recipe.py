@@ -84,6 +84,7 @@ class Recipe:
                 group_size=self.group_size,
                 symmetric=self.symmetric,
                 act_order=self.act_order,
+                keeps_groups=self.format == "compressed-tensors",
             )
         return quantize_grouped(weight, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
 

@@ -61,7 +61,7 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
     elif recipe.group_size is None:
         weights["strategy"] = "channel"
     else:
-        order = "group" if recipe.act_order else None
+        order = "weight" if recipe.act_order else None
         weights |= {"strategy": "group", "group_size": recipe.group_size, "actorder": order}
     formats = {"fp8": "float-quantized", "fp8_gptq": "float-quantized", "smoothquant": "int-quantized"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -90,8 +90,7 @@ def _packed(weight: GroupedWeight) -> dict[str, torch.Tensor]:
     }
     if weight.zeros is not None:
         tensors["weight_zero_point"] = pack_words(weight.zeros, weight.bits, 0)
-    if weight.group_ids is not None:
-        tensors["weight_g_idx"] = weight.group_ids
+    assert weight.group_ids is None, "compressed-tensors keeps neighbouring columns together"
     return tensors
 
 

@@ -38,19 +38,19 @@ def correlated_inputs(num_tokens: int = 600, num_columns: int = 96) -> torch.Ten
     return torch.randn(num_tokens, num_columns, generator=generator) @ mixing
 
 
-@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("order", [{}, {"act_order": True}, {"act_order": True, "keeps_groups": True}], ids=str)
 @pytest.mark.parametrize(
     ("bits", "group_size", "symmetric"), [(4, 32, True), (4, 64, False), (4, None, True), (8, 32, True)]
 )
 def test_gptq_leaves_less_error_of_the_output_than_rounding(
-    bits: int, group_size: int | None, symmetric: bool, act_order: bool
+    bits: int, group_size: int | None, symmetric: bool, order: dict[str, bool]
 ):
     x, weight = correlated_inputs(), torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
     stats = InputStats.empty(96)
     stats.add(x, torch.ones(len(x)))
     numbers: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
     rounded = quantize_grouped(weight, **numbers).dequantize()
-    found = quantize_gptq(weight, stats.second_moments, act_order=act_order, **numbers).dequantize()
+    found = quantize_gptq(weight, stats.second_moments, **order, **numbers).dequantize()
     assert output_error(found - weight, stats) < 0.75 * output_error(rounded - weight, stats)
 
 
