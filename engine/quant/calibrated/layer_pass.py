@@ -52,7 +52,8 @@ class InputStats:
 
 
 Watch = Callable[[str, torch.Tensor, torch.Tensor], None]
-"""Told a group's name, its input [tokens, in] and how much each token matters [tokens]."""
+"""Told a group's name, its input [tokens, in] and how much each token matters [tokens]: for qkv by the attention that
+other tokens pay to it, else alike."""
 
 
 def run_layer(
@@ -63,7 +64,6 @@ def run_layer(
     watch: Watch | None = None,
 ) -> torch.Tensor:
     """The residual stream [tokens, hidden] behind the layer, for that of one text before it."""
-    given: dict[str, torch.Tensor] = {}
 
     def product(part: str, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, tensors[part, "weight"], tensors.get((part, "bias")))
@@ -72,8 +72,8 @@ def run_layer(
         return rms_norm_reference(x, tensors[part, "weight"], shape.rms_norm_eps)
 
     num_tokens = hidden.shape[0]
+    alike = torch.ones(num_tokens)
     x = norm("input_norm", hidden)
-    given["qkv"] = x
     q, k, v = (product(part, x).view(num_tokens, -1, shape.head_dim) for part in "qkv")
     if shape.qk_norm:
         q = norm("q_norm", q.reshape(-1, shape.head_dim)).view(q.shape)
@@ -82,16 +82,16 @@ def run_layer(
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     attended = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
     attended = attended[0].transpose(0, 1).reshape(num_tokens, -1)
-    given["output"] = attended
+    if watch is not None:
+        watch("qkv", x, 1.0 + attention_received(heads[0][0], heads[1][0]))
+        watch("output", attended, alike)
     hidden = hidden + product("output", attended)
     x = norm("post_norm", hidden)
-    given["gate_up"] = x
-    x = functional.silu(product("gate", x)) * product("up", x)
-    given["down"] = x
     if watch is not None:
-        importance = 1.0 + attention_received(heads[0][0], heads[1][0])
-        for group, inputs in given.items():
-            watch(group, inputs, importance)
+        watch("gate_up", x, alike)
+    x = functional.silu(product("gate", x)) * product("up", x)
+    if watch is not None:
+        watch("down", x, alike)
     return hidden + product("down", x)
 
 

@@ -93,6 +93,15 @@ def test_attention_received_is_the_sum_of_what_tokens_pay():
     torch.testing.assert_close(attention_received(q, k), paid.sum(1).mean(0))
 
 
+def test_keys_and_values_count_by_the_attention_they_get(tmp_path: Path):
+    tensors, shape, hidden, cos_sin = tiny_layer(tmp_path)
+    seen: dict[str, torch.Tensor] = {}
+    run_layer(tensors, hidden, shape, cos_sin, lambda name, _, importance: seen.update({name: importance}))
+    assert float(seen["qkv"].sum()) == pytest.approx(2 * len(hidden))
+    assert float(seen["qkv"].std()) > 0.1
+    assert all(torch.equal(seen[name], torch.ones(len(hidden))) for name in ("output", "gate_up", "down"))
+
+
 def test_gptq_of_independent_inputs_is_rounding_to_the_nearest():
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     found = quantize_gptq(weight, torch.eye(64), bits=4, group_size=32, symmetric=True)
