@@ -7,12 +7,13 @@ a fixed part of GSM8K, and how far greedy answers are those of the baseline.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,64 +27,19 @@ from manta.engine.llm import LLM
 from manta.engine.model_shape import ModelShape
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.quant.calibrated.quantizer import quantize_checkpoint
-from manta.engine.quant.calibrated.recipe import Recipe
 from manta.engine.quant.schemes import SCHEMES
 from manta.engine.request import SamplingParams
+from manta.engine.tokenizer import Tokenizer
 
 from .drive import describe_engine
 from .perplexity import perplexity_of
-from .report import Report, write_json
+from .quantization_variants import VARIANTS, Variant
+from .report import Report, commit, write_json
 from .traces import DATA_DIR, open_text
 
 GSM8K = DATA_DIR / "gsm8k_test_32.jsonl.gz"
+BENCH = "quantization"
 GREEDY_PROMPTS, GREEDY_TOKENS = 8, 48
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How a scheme's name is had: by settings, from a checkpoint that is made for it, or both."""
-
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    recipe: Recipe | None = None
-    formula: QuantizationConfig | None = None
-    """Whose bytes are expected; None: those of plain weights."""
-
-    @classmethod
-    def rounded(cls, weights: str, **numbers: Any) -> Variant:
-        config = QuantizationConfig(weights=weights, **numbers)  # type: ignore[arg-type]
-        named = {f"quantization.{name}": value for name, value in {"weights": weights, **numbers}.items()}
-        return cls(named, formula=config)
-
-    @classmethod
-    def made(cls, recipe: Recipe, weights: str, **numbers: Any) -> Variant:
-        return cls(recipe=recipe, formula=QuantizationConfig(weights=weights, **numbers))  # type: ignore[arg-type]
-
-
-VARIANTS: dict[str, Variant] = {
-    "int8": Variant.rounded("int8"),
-    "int8_asym": Variant.rounded("int8", symmetric=False),
-    "fp8": Variant.rounded("fp8"),
-    "fp8_tensor": Variant.rounded("fp8_tensor"),
-    "fp8_block": Variant.rounded("fp8_block"),
-    "w8a8": Variant.rounded("w8a8"),
-    "w8a8_smooth": Variant.made(Recipe("smoothquant"), "w8a8"),
-    "llm_int8": Variant.rounded("llm_int8"),
-    "int4_rtn": Variant.rounded("int4"),
-    "int4_rtn_g32": Variant.rounded("int4", group_size=32),
-    "int4_rtn_g64": Variant.rounded("int4", group_size=64),
-    "int4_rtn_row": Variant.rounded("int4", group_size="row"),
-    "int4_rtn_asym": Variant.rounded("int4", symmetric=False),
-    "int4_gptq": Variant.made(Recipe("gptq"), "int4"),
-    "int4_gptq_order": Variant.made(Recipe("gptq", act_order=True), "int4"),
-    "int4_awq": Variant.made(Recipe("awq"), "int4"),
-    "nf4": Variant.rounded("nf4"),
-    "mxfp4": Variant.rounded("mxfp4"),
-    "nvfp4": Variant.rounded("nvfp4"),
-    "kv_fp8": Variant({"quantization.kv_cache": "fp8"}),
-    "kv_int8": Variant({"quantization.kv_cache": "int8"}),
-    "gguf": Variant({"quantization.weights": "keep"}),
-}
-"""int4 is symmetric with groups of 128 unless the name says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -124,46 +80,44 @@ def run(
         raise ConfigError(f"--schemes: {unknown[0]!r} is not known; known are {', '.join(VARIANTS)}", field="schemes")
     source = resolve_model(config.model)
     shape = load_shape(source)
-    found: dict[str, dict[str, Any]] = {}
-    baseline: dict[str, Any] = {}
-    texts: Texts | None = None
-    greedy: list[list[int]] = []
-    described: dict[str, Any] = {}
-    tree: dict[str, Any] = {}
+    texts = _texts(Tokenizer.load(source), text_path, calibration_path, sizes)
+    workload = _workload(config, text_path, calibration_path, texts, sizes)
+    tree = _measured_before(json_path, workload)
 
     def say(sentence: str) -> None:
         if console is not None:
             console.print(sentence, highlight=False)
 
     for name in ["baseline", *schemes]:
+        kept = tree["baseline"] if name == "baseline" else tree["schemes"].get(name)
+        if kept:
+            say(f"{name}: measured before, perplexity {kept['perplexity']:.4f}")
+            continue
         variant = VARIANTS.get(name, Variant())
         begin_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             chosen = config
             if variant.recipe is not None:
-                assert texts is not None, "the baseline comes first"
                 say(f"{name}: quantizing")
                 made = Path(folder) / name
                 quantize_checkpoint(source, shape, variant.recipe, texts.calibration, made)
                 chosen = with_overrides(config, {"model.model": str(made), "model.served_model_name": name})
             with LLM(with_overrides(chosen, variant.overrides)) as llm:
-                if texts is None:
-                    texts = _texts(llm, text_path, calibration_path, sizes)
-                    described = describe_engine(config, llm.engine.info)
-                result, tokens = _measure(llm, texts, sizes)
-                result |= _bytes(llm, shape, variant)
-        result["duration_s"] = round(time.monotonic() - begin_s, 1)
+                if sizes.window + 1 > llm.engine.info.max_model_len:
+                    raise ConfigError(f"window {sizes.window} does not fit the context", field="window")
+                result = _measure(llm, texts, sizes) | _bytes(llm, shape, variant)
+                described = describe_engine(config, llm.engine.info)
+        result |= {"duration_s": round(time.monotonic() - begin_s, 1), "commit": commit()}
         if name == "baseline":
-            baseline, greedy = result, tokens
+            tree |= {"model": described, "baseline": result}
         else:
-            result |= _against(result, baseline, tokens, greedy)
-            found[name] = result
+            tree["schemes"][name] = result | _against(result, tree["baseline"])
         say(f"{name}: perplexity {result['perplexity']:.4f}, weights {result['weight_bytes'] / 1e6:.1f} MB")
-        tree = _tree(described, _workload(text_path, calibration_path, texts, sizes), baseline, found)
+        tree = _tree(tree, workload)
         if json_path is not None:  # what took long is kept, whatever becomes of the next scheme
             write_json(json_path, tree)
     if console is not None:
-        console.print(_table(baseline, found))
+        console.print(_table(tree["baseline"], {name: tree["schemes"][name] for name in schemes}))
     return tree
 
 
@@ -194,16 +148,14 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-def _texts(llm: LLM, text_path: Path, calibration_path: Path | None, sizes: Sizes) -> Texts:
+def _texts(tokenizer: Tokenizer, text_path: Path, calibration_path: Path | None, sizes: Sizes) -> Texts:
     def tokens_of(path: Path) -> list[int]:
         try:
             with open_text(path) as file:
-                return llm.tokenizer.encode(file.read(), add_special_tokens=False)
+                return tokenizer.encode(file.read(), add_special_tokens=False)
         except (OSError, UnicodeDecodeError, EOFError) as error:
             raise ConfigError(f"cannot read the text {path}: {error}", field="text") from None
 
-    if sizes.window + 1 > llm.engine.info.max_model_len:
-        raise ConfigError(f"window {sizes.window} does not fit the context", field="window")
     whole = tokens_of(text_path)
     rest = whole[sizes.max_tokens :] if calibration_path is None else tokens_of(calibration_path)
     length = sizes.calibration_tokens
@@ -214,13 +166,13 @@ def _texts(llm: LLM, text_path: Path, calibration_path: Path | None, sizes: Size
             field="calibration",
         )
     calibration = torch.tensor(rest[: count * length]).view(count, length)
-    return Texts(whole[: sizes.max_tokens], calibration, _problems(llm, sizes.num_problems))
+    return Texts(whole[: sizes.max_tokens], calibration, _problems(tokenizer, sizes.num_problems))
 
 
-def _problems(llm: LLM, count: int) -> list[tuple[list[int], list[int]]]:
+def _problems(tokenizer: Tokenizer, count: int) -> list[tuple[list[int], list[int]]]:
     with gzip.open(GSM8K, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file][:count]
-    encode = llm.tokenizer.encode
+    encode = tokenizer.encode
     return [
         (
             encode(f"Question: {row['question']}\nAnswer:", add_special_tokens=False),
@@ -230,8 +182,8 @@ def _problems(llm: LLM, count: int) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def _measure(llm: LLM, texts: Texts, sizes: Sizes) -> tuple[dict[str, Any], list[list[int]]]:
-    """The scheme's own figures, and greedy tokens."""
+def _measure(llm: LLM, texts: Texts, sizes: Sizes) -> dict[str, Any]:
+    """The scheme's own figures, and its greedy tokens."""
     score = perplexity_of(llm, texts.token_ids, window=sizes.window, stride=sizes.stride)
     prompts = [question + answer for question, answer in texts.problems]
     scored = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
@@ -243,13 +195,13 @@ def _measure(llm: LLM, texts: Texts, sizes: Sizes) -> tuple[dict[str, Any], list
     questions = [question for question, _ in texts.problems[:GREEDY_PROMPTS]]
     params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
     greedy = [output.outputs[0].token_ids for output in llm.generate(questions, params)]
-    figures = {
+    return {
         "perplexity": score.perplexity,
         "scored_tokens": score.num_tokens,
         "gsm8k_log_likelihood_nats": total,
         "gsm8k_log_likelihood_per_token_nats": total / count,
+        "greedy_token_ids": greedy,
     }
-    return figures, greedy
 
 
 def _bytes(llm: LLM, shape: ModelShape, variant: Variant) -> dict[str, Any]:
@@ -268,10 +220,9 @@ def _bytes(llm: LLM, shape: ModelShape, variant: Variant) -> dict[str, Any]:
     }
 
 
-def _against(
-    result: Mapping[str, Any], baseline: Mapping[str, Any], tokens: Sequence[list[int]], greedy: Sequence[list[int]]
-) -> dict[str, Any]:
-    same = sum(shared_prefix(one, other) for one, other in zip(tokens, greedy, strict=True))
+def _against(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    greedy: Sequence[list[int]] = baseline["greedy_token_ids"]
+    same = sum(shared_prefix(one, other) for one, other in zip(result["greedy_token_ids"], greedy, strict=True))
     return {
         "perplexity_change_percent": 100 * (result["perplexity"] / baseline["perplexity"] - 1),
         "gsm8k_log_likelihood_change_nats": result["gsm8k_log_likelihood_nats"] - baseline["gsm8k_log_likelihood_nats"],
@@ -280,15 +231,31 @@ def _against(
     }
 
 
-def _tree(
-    model: dict[str, Any], workload: dict[str, Any], baseline: dict[str, Any], found: dict[str, dict[str, Any]]
+def _measured_before(json_path: Path | None, workload: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier call with the same settings left in the file; else nothing, and the file is written anew."""
+    empty: dict[str, Any] = {"model": {}, "baseline": {}, "schemes": {}}
+    if json_path is None or not json_path.is_file():
+        return empty
+    try:
+        found = json.loads(json_path.read_text(encoding="utf-8"))
+        is_same = found["bench"] == BENCH and found["workload"] == workload
+        return {name: found[name] for name in empty} if is_same else empty
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{json_path} is not a result of this command: name another file", field="json") from None
+
+
+def _tree(tree: Mapping[str, Any], workload: dict[str, Any]) -> dict[str, Any]:
+    measured: dict[str, Any] = {"baseline": tree["baseline"], **tree["schemes"]}
+    figures = {f"perplexity_{name}": one["perplexity"] for name, one in measured.items()}
+    report = Report(BENCH, model=tree["model"], workload=workload, figures=figures)
+    return {**report.tree(), "baseline": tree["baseline"], "schemes": tree["schemes"]}
+
+
+def _workload(
+    config: EngineConfig, text_path: Path, calibration_path: Path | None, texts: Texts, sizes: Sizes
 ) -> dict[str, Any]:
-    figures = {f"perplexity_{name}": one["perplexity"] for name, one in {"baseline": baseline, **found}.items()}
-    report = Report("quantization", model=model, workload=workload, figures=figures)
-    return {**report.tree(), "baseline": baseline, "schemes": found}
-
-
-def _workload(text_path: Path, calibration_path: Path | None, texts: Texts, sizes: Sizes) -> dict[str, Any]:
+    """What two calls must share for their figures to stand beside each other."""
+    settings = repr((config.model_dump(mode="json"), texts.token_ids, texts.calibration.tolist()))
     return {
         "text": text_path.name,
         "tokens": len(texts.token_ids),
@@ -299,6 +266,7 @@ def _workload(text_path: Path, calibration_path: Path | None, texts: Texts, size
         "gsm8k_problems": len(texts.problems),
         "greedy_prompts": min(GREEDY_PROMPTS, len(texts.problems)),
         "greedy_tokens": GREEDY_TOKENS,
+        "hash_of_settings_and_tokens": hashlib.blake2b(settings.encode(), digest_size=8).hexdigest(),
     }
 
 

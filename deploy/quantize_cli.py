@@ -26,14 +26,17 @@ ONE_GROUP = -1
 def quantize_command(
     model: Annotated[str, typer.Argument(help="Known name, folder, Hugging Face id or GGUF file: plain weights.")],
     output: Annotated[Path, typer.Option("--output", metavar="FOLDER", help="Where the quantized model goes.")],
-    scheme: Annotated[str, typer.Option(help="rtn, gptq, awq, smoothquant (W8A8) or fp8.")] = "gptq",
+    scheme: Annotated[str, typer.Option(help="rtn, gptq, awq, smoothquant (W8A8), fp8 or fp8_gptq.")] = "gptq",
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text, .gz allowed; gptq, awq and smoothquant need it.")
+        Path | None, typer.Option(metavar="FILE", help="Text, .gz allowed; all but rtn and fp8 need it.")
     ] = None,
     bits: Annotated[int, typer.Option(help="4 or 8; of rtn, gptq and awq.")] = 4,
     group_size: Annotated[int, typer.Option(help="Columns that share a scale; -1: all of a row.")] = 128,
     symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric", help="Without or with zero points.")] = True,
     act_order: Annotated[bool, typer.Option("--act-order", help="Of gptq: columns with large inputs first.")] = False,
+    weight_only: Annotated[
+        bool, typer.Option("--weight-only", help="Of fp8 and fp8_gptq: activations stay as they are.")
+    ] = False,
     target: Annotated[
         str | None, typer.Option("--format", help="compressed-tensors, gptq or awq; default: the scheme's own.")
     ] = None,
@@ -58,6 +61,7 @@ def quantize_command(
         group_size=None if group_size == ONE_GROUP else group_size,
         symmetric=symmetric,
         act_order=act_order,
+        weight_only=weight_only,
         target=cast(Any, target),
     )
     from rich.console import Console

@@ -25,6 +25,7 @@ WeightScheme = Literal[
     "int8",
     "int4",
     "fp8",
+    "fp8_weight_only",
     "fp8_tensor",
     "fp8_block",
     "w8a8",

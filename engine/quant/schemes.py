@@ -64,6 +64,14 @@ def _fp8(config: QuantizationConfig) -> Scheme:
     )
 
 
+def _fp8_weight_only(config: QuantizationConfig) -> Scheme:
+    """A scale a row; activations as they are."""
+    return Scheme(
+        lambda weight: quantize_fp8(weight, block=(1, weight.shape[1])),
+        lambda rows, columns: rows * columns + 4 * rows,
+    )
+
+
 def _fp8_tensor(config: QuantizationConfig) -> Scheme:
     """A scale a tensor; activations per token. Rows know which tensor they are of: 4 bytes each."""
     return Scheme(
@@ -123,6 +131,7 @@ SCHEMES: dict[str, Callable[[QuantizationConfig], Scheme]] = {
     "int8": _int8,
     "int4": _int4,
     "fp8": _fp8,
+    "fp8_weight_only": _fp8_weight_only,
     "fp8_tensor": _fp8_tensor,
     "fp8_block": _fp8_block,
     "w8a8": _w8a8,

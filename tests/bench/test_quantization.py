@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from manta.bench.quantization import VARIANTS, expected_weight_bytes, shared_prefix
+from manta.bench import quantization
+from manta.bench.quantization import Sizes, expected_weight_bytes, shared_prefix
+from manta.bench.quantization_variants import VARIANTS
 from manta.deploy import cli
 from manta.engine.config import EngineConfig
+from manta.engine.errors import ConfigError
 from manta.engine.model_runner import build_model_runner
 from manta.engine.model_source import ModelSource
 from tests.engine.parallel.shards import random_shape
@@ -67,6 +72,37 @@ def test_schemes_are_measured_beside_the_baseline(manta: Any, tiny: Path, tmp_pa
     heads = 2 * 2 * 2  # keys and values of two layers, two heads each
     assert found["schemes"]["kv_int8"]["kv_bytes_per_token"] == heads * (16 + 4)
     assert str(tmp_path) not in json.dumps({**found, "environment": None})
+
+
+def measured(tiny: Path, file: Path, *schemes: str, max_tokens: int = 60) -> tuple[dict[str, Any], str]:
+    """The tree of one evaluation, and what it said."""
+    config = EngineConfig.build(str(tiny), device="cpu", cpu_cache_gib=0.05)
+    sizes = Sizes(max_tokens, window=48, stride=24, num_problems=1, calibration_texts=1)
+    said = Console(file=io.StringIO(), width=200)
+    tree = quantization.run(config, TEXT, schemes=schemes, sizes=sizes, json_path=file, console=said)
+    assert isinstance(said.file, io.StringIO)
+    return tree, said.file.getvalue()
+
+
+def test_a_second_call_measures_what_the_first_did_not(tiny: Path, tmp_path: Path):
+    file = tmp_path / "found.json"
+    first, _ = measured(tiny, file, "int8")
+    second, said = measured(tiny, file, "int8", "kv_fp8")
+    assert "int8: measured before" in said
+    assert second["baseline"] == first["baseline"]
+    assert second["schemes"]["int8"] == first["schemes"]["int8"]
+    assert 0 <= second["schemes"]["kv_fp8"]["greedy_agreement"] <= 1
+    other, said = measured(tiny, file, max_tokens=50)
+    assert "measured before" not in said
+    assert other["schemes"] == {}
+
+
+def test_a_file_that_is_no_result_is_not_written_over(tiny: Path, tmp_path: Path):
+    file = tmp_path / "found.json"
+    file.write_text("notes")
+    with pytest.raises(ConfigError, match="name another file"):
+        measured(tiny, file, "int8")
+    assert file.read_text() == "notes"
 
 
 def test_an_unknown_scheme_is_refused_before_anything_is_loaded(manta: Any, tiny: Path):

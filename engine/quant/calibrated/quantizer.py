@@ -111,7 +111,7 @@ class _Job:
             stats = {group: InputStats.empty(tensors[parts[0], "weight"].shape[1]) for group, parts in GROUPS.items()}
             held = stats
             for text in range(hidden.shape[0]):
-                run_layer(tensors, hidden[text], self._shape, cos_sin, lambda group, x: held[group].add(x))
+                run_layer(tensors, hidden[text], self._shape, cos_sin, lambda group, *given: held[group].add(*given))
         layer = quantize_layer(self._recipe, tensors, stats, self._shape)
         self._write_layer(index, layer)
         self._done.append(LayerErrors(index, layer.errors))

@@ -15,13 +15,13 @@ from manta.engine.quant.grouped import quantize_grouped
 from manta.engine.quant.int8 import quantize_int8
 from manta.engine.quant.weight import QuantizedWeight
 
-from .gptq import quantize_gptq
+from .gptq import quantize_fp8_gptq, quantize_gptq
 from .layer_pass import GROUPS, InputStats, LayerTensors
 from .scales import awq_scales, clipped, fold, output_error, scaled, smooth_scales
 
-Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8"]
+Method = Literal["rtn", "gptq", "awq", "smoothquant", "fp8", "fp8_gptq"]
 Target = Literal["compressed-tensors", "gptq", "awq"]
-METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq", "smoothquant", "fp8")
+METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq", "smoothquant", "fp8", "fp8_gptq")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Recipe:
     """Columns that share a scale; None: all of a row."""
     symmetric: bool = True
     act_order: bool = False
+    weight_only: bool = False
+    """Of FP8: activations stay as they are."""
     target: Target | None = None
     """None: gptq and awq write their own format, the others compressed-tensors."""
 
@@ -46,9 +48,11 @@ class Recipe:
             raise ConfigError(f"group_size = {self.group_size}: must be a multiple of 16, or -1", field="group_size")
         if self.act_order and self.method != "gptq":
             raise ConfigError(f"act_order goes with gptq, not with {self.method}", field="act_order")
+        if self.weight_only and self.method not in ("fp8", "fp8_gptq"):
+            raise ConfigError(f"weight_only goes with fp8 and fp8_gptq, not with {self.method}", field="weight_only")
         if self.format == "awq" and (self.bits != 4 or self.act_order):
             raise ConfigError("awq holds 4 bits, no act_order; use compressed-tensors", field="format")
-        if self.method in ("smoothquant", "fp8") and self.format != "compressed-tensors":
+        if self.method in ("smoothquant", "fp8", "fp8_gptq") and self.format != "compressed-tensors":
             raise ConfigError(f"{self.method} is written as compressed-tensors, not as {self.format}", field="format")
 
     @property
@@ -59,14 +63,18 @@ class Recipe:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method in ("gptq", "awq", "smoothquant")
+        return self.method in ("gptq", "awq", "smoothquant", "fp8_gptq")
 
     def quantize(self, weight: torch.Tensor, stats: InputStats | None) -> QuantizedWeight:
         """One weight [out, in], or several with the same input on top of each other."""
+        activations = Activations.PLAIN if self.weight_only else Activations.TOKEN
         if self.method == "fp8":
-            return quantize_fp8(weight, block=(1, weight.shape[1]), activations=Activations.TOKEN)
+            return quantize_fp8(weight, block=(1, weight.shape[1]), activations=activations)
         if self.method == "smoothquant":
             return quantize_int8(weight)
+        if self.method == "fp8_gptq":
+            assert stats is not None, "fp8_gptq is calibrated"
+            return quantize_fp8_gptq(weight, stats.second_moments, activations)
         if self.method == "gptq":
             assert stats is not None, "gptq is calibrated"
             return quantize_gptq(
@@ -76,6 +84,7 @@ class Recipe:
                 group_size=self.group_size,
                 symmetric=self.symmetric,
                 act_order=self.act_order,
+                keeps_groups=self.format == "compressed-tensors",
             )
         return quantize_grouped(weight, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
 

@@ -53,16 +53,17 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
         }
     weights: dict[str, Any] = {"num_bits": recipe.bits, "type": "int", "symmetric": recipe.symmetric, "dynamic": False}
     inputs: dict[str, Any] | None = None
-    if recipe.method in ("fp8", "smoothquant"):
-        kind = "float" if recipe.method == "fp8" else "int"
+    if recipe.method in ("fp8", "fp8_gptq", "smoothquant"):
+        kind = "int" if recipe.method == "smoothquant" else "float"
         weights |= {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
-        inputs = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
+        if not recipe.weight_only:
+            inputs = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
     elif recipe.group_size is None:
         weights["strategy"] = "channel"
     else:
-        order = "group" if recipe.act_order else None
+        order = "weight" if recipe.act_order else None
         weights |= {"strategy": "group", "group_size": recipe.group_size, "actorder": order}
-    formats = {"fp8": "float-quantized", "smoothquant": "int-quantized"}
+    formats = {"fp8": "float-quantized", "fp8_gptq": "float-quantized", "smoothquant": "int-quantized"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -89,8 +90,7 @@ def _packed(weight: GroupedWeight) -> dict[str, torch.Tensor]:
     }
     if weight.zeros is not None:
         tensors["weight_zero_point"] = pack_words(weight.zeros, weight.bits, 0)
-    if weight.group_ids is not None:
-        tensors["weight_g_idx"] = weight.group_ids
+    assert weight.group_ids is None, "compressed-tensors keeps neighbouring columns together"
     return tensors
 
 
