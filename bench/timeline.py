@@ -12,7 +12,12 @@ LONG_GAP_US = 5.0
 
 KINDS = {
     "attention": ("attention", "shared_prefix", "merge_kernel", "flash"),
-    "linear": ("gemm", "gemv", "skinny", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
+    "linear": (
+        *("gemm", "gemv", "skinny", "weight_only", "swapped_kernel", "tiled_kernel"),
+        *("nvjet", "cutlass", "cublas", "xmma", "splitk"),
+    ),
+    "quantization": ("quantize", "scale_kernel"),
+    "exchange": ("all_reduce", "allreduce", "nccl"),
     "norm": ("norm",),
     "rope and cache": ("rope", "store_kv", "copy_blocks"),
     "activation": ("silu",),

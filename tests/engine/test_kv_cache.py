@@ -21,11 +21,11 @@ def test_the_tensors_have_the_layout_and_are_zero():
     caches = layout.allocate(5, torch.device("cpu"))
     assert len(caches) == 2
     for cache in caches:
-        for tensor in cache:
+        for tensor in cache.tensors:
             assert tensor.shape == (5, 16, 3, 8)
             assert tensor.dtype == torch.float16
             assert not tensor.any()
-    assert sum(t.numel() * t.element_size() for cache in caches for t in cache) == 5 * layout.block_bytes
+    assert sum(t.numel() * t.element_size() for cache in caches for t in cache.tensors) == 5 * layout.block_bytes
 
 
 def test_host_memory_is_what_the_configuration_gives():

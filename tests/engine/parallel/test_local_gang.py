@@ -40,7 +40,8 @@ SHAPE = {
 }
 
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 from manta.engine.model_source import load_shape, resolve_model
 from manta.engine.parallel.local_gang import LocalGang
 from tests.engine.parallel.test_local_gang import config_of, start

@@ -38,7 +38,7 @@ def test_caches_are_those_of_the_rank_s_layers_and_kv_heads():
     shape = random_shape(q=8, kv=2, num_layers=5)
     ranks = built_by(shape, tp_size=2, pp_size=2, num_blocks=7)
     assert [len(built.runner.caches) for built in ranks] == [3, 3, 2, 2]
-    assert {keys.shape for built in ranks for keys, _ in built.runner.caches} == {(7, 16, 1, 16)}
+    assert {keys.shape for built in ranks for keys, *_ in built.runner.caches} == {(7, 16, 1, 16)}
 
 
 def test_a_rank_holds_the_weights_of_its_part():
