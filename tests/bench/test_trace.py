@@ -150,6 +150,8 @@ def test_the_profiler_sees_what_a_gpu_runs() -> None:
 
 def test_every_kernel_of_ours_has_a_kind() -> None:
     folder = Path(manta.kernels.__path__[0])
-    names = {name for file in folder.rglob("*.py") for name in re.findall(r"^def (\w*kernel)\(", file.read_text(), re.M)}
+    names = {
+        name for file in folder.rglob("*.py") for name in re.findall(r"^def (\w*kernel)\(", file.read_text(), re.M)
+    }
     assert len(names) > 10
     assert {name for name in names if kind_of(name) == "other"} == set()
