@@ -40,6 +40,8 @@ class Target:
 
     model: str
     max_model_len: int | None
+    has_event_a_token: bool = False
+    """Whether to ask for an event for each token: without text there is none, and random tokens seldom are text."""
 
 
 async def find_target(client: HttpClient, model: str | None = None) -> Target:
@@ -97,7 +99,7 @@ async def send_one(client: HttpClient, target: Target, item: Item, due_s: float)
     """One streamed completion. What goes wrong is recorded, not raised."""
     record = RequestRecord(due_s, len(item.prompt_token_ids), item.max_tokens)
     reader = StreamReader(record)
-    body = {
+    body: dict[str, object] = {
         "model": target.model,
         "prompt": item.prompt_token_ids,
         "max_tokens": item.max_tokens,
@@ -106,6 +108,8 @@ async def send_one(client: HttpClient, target: Target, item: Item, due_s: float)
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if target.has_event_a_token:
+        body["return_token_ids"] = True
     try:
         reply = await client.request("POST", "/v1/completions", json.dumps(body).encode(), on_body=reader.feed)
     except RequestFailed as error:

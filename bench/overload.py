@@ -118,7 +118,7 @@ async def _measure(sizes: Sizes, report: Report, console: Console | None) -> Non
     outcomes: dict[float, Outcome] = {}
     async with running(command, f"http://127.0.0.1:{port}") as server:
         client = HttpClient(server.url)
-        target = await find_target(client)
+        target = replace(await find_target(client), has_event_a_token=True)
         await closed_loop(client, target, _items(sizes, 64, seed=0), concurrency=16)
         for seed, share in enumerate(sizes.loads, 1):
             load = await _load(client, target, sizes, share, seed=seed)
