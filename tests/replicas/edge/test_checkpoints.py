@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.torch import save_file
 
-from manta.engine.config import EngineConfig
 from manta.engine.errors import CheckpointError
 from tests.replicas.edge.local_server import local_server, write_byte_model
-
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX = "model.safetensors.index.json"
+from tests.replicas.edge.sharded_files import INDEX, SHARDS, config_of, cut, damaged, drop, save_in_two
 
 
-def config_of(folder: Path) -> EngineConfig:
-    return EngineConfig.build(
-        str(folder), device="cpu", dtype="float32", served_model_name="m", max_model_len=128, cpu_cache_gib=0.05
-    )
-
-
-def weights(folder: Path) -> dict[str, np.ndarray]:
+def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Random weights of the byte model, its head tied to its embedding."""
     config = json.loads((folder / "config.json").read_text())
     dim, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -39,41 +31,14 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
         shapes |= {at + f"mlp.{name}_proj.weight": (inner, dim) for name in ("gate", "up")}
         shapes[at + "mlp.down_proj.weight"] = (dim, inner)
     rng = np.random.default_rng(21)
-    return {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: torch.from_numpy(rng.normal(0, 0.1, shape).astype(np.float32)) for name, shape in shapes.items()}
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_byte_model(tmp_path_factory.mktemp("clean"))
-    tensors = weights(folder)
-    names = sorted(tensors)
-    halves = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
-    for shard, own in halves.items():
-        save_file({name: tensors[name] for name in own}, folder / shard)
-    weight_map = {name: shard for shard, own in halves.items() for name in own}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_in_two(weights(folder), folder)
     return folder
-
-
-def damaged(clean: Path, tmp_path: Path, edit: Callable[[Path], object]) -> Path:
-    folder = tmp_path / "copy"
-    shutil.copytree(clean, folder)
-    edit(folder)
-    return folder
-
-
-def drop_tensor(folder: Path) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    shard = index["weight_map"].pop("model.norm.weight")
-    (folder / INDEX).write_text(json.dumps(index))
-    tensors = load_file(folder / shard)
-    del tensors["model.norm.weight"]
-    save_file(tensors, folder / shard)
-
-
-def cut(folder: Path) -> None:
-    shard = folder / SHARDS[1]
-    shard.write_bytes(shard.read_bytes()[:-4096])
 
 
 def remove_weights(folder: Path) -> None:
@@ -85,11 +50,11 @@ def remove_weights(folder: Path) -> None:
     ("edit", "named"),
     [
         (lambda folder: (folder / SHARDS[1]).unlink(), SHARDS[1]),
-        (cut, SHARDS[1]),
+        (partial(cut, 4096), SHARDS[1]),
         (lambda folder: (folder / SHARDS[0]).write_bytes(b""), SHARDS[0]),
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (remove_weights, "safetensors"),
-        (drop_tensor, "model.norm.weight"),
+        (partial(drop, "model.norm.weight"), "model.norm.weight"),
     ],
     ids=["missing", "short", "empty", "no config", "no weights", "a tensor is nowhere"],
 )

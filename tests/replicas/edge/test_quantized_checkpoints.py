@@ -13,21 +13,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from manta.engine.config import EngineConfig
 from manta.engine.errors import CheckpointError
 from tests.engine.quant import packers
 from tests.engine.quant.packers import save_packed
 from tests.replicas.edge.local_server import local_server, write_byte_model
+from tests.replicas.edge.sharded_files import SHARDS, config_of, cut, damaged, drop, save_in_two
 
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX = "model.safetensors.index.json"
 SCALES = "model.layers.1.mlp.down_proj.scales"
-
-
-def config_of(folder: Path) -> EngineConfig:
-    return EngineConfig.build(
-        str(folder), device="cpu", dtype="float32", served_model_name="m", max_model_len=128, cpu_cache_gib=0.05
-    )
 
 
 def gptq_folders(folder: Path, *, bits: int, group: int, act_order: bool, symmetric: bool) -> tuple[Path, Path]:
@@ -77,45 +69,18 @@ def test_p20_a_packed_model_answers_as_its_dequantized_weights(
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPTQ checkpoint in two shards."""
     folder, _ = gptq_folders(tmp_path_factory.mktemp("clean"), bits=4, group=32, act_order=True, symmetric=False)
-    tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    halves = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
-    for shard, own in halves.items():
-        save_file({name: tensors[name] for name in own}, folder / shard)
-    weight_map = {name: shard for shard, own in halves.items() for name in own}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_in_two(load_file(folder / "model.safetensors"), folder)
     (folder / "model.safetensors").unlink()
     return folder
-
-
-def damaged(clean: Path, tmp_path: Path, edit: Callable[[Path], object]) -> Path:
-    folder = tmp_path / "copy"
-    shutil.copytree(clean, folder)
-    edit(folder)
-    return folder
-
-
-def drop_scales(folder: Path) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    shard = index["weight_map"].pop(SCALES)
-    (folder / INDEX).write_text(json.dumps(index))
-    tensors = load_file(folder / shard)
-    del tensors[SCALES]
-    save_file(tensors, folder / shard)
-
-
-def cut(folder: Path) -> None:
-    shard = folder / SHARDS[1]
-    shard.write_bytes(shard.read_bytes()[:-64])
 
 
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
         (lambda folder: (folder / SHARDS[1]).unlink(), SHARDS[1]),
-        (cut, SHARDS[1]),
+        (partial(cut, 64), SHARDS[1]),
         (lambda folder: (folder / SHARDS[0]).write_bytes(b""), SHARDS[0]),
-        (drop_scales, SCALES),
+        (partial(drop, SCALES), SCALES),
     ],
     ids=["missing", "short", "empty", "scales are nowhere"],
 )
