@@ -206,7 +206,9 @@ def swapped_product(
 ) -> torch.Tensor:
     """Return x W^T + b in `dtype` for quantized `rows` [M, K] and an int8 or FP8 `weight` that `can_multiply`.
 
-    `gated` and `residual` [M, N] as in `gemv`. int8 sums are exact; e4m3 sums have the tensor core's precision.
+    `gated` and `residual` [M, N] as in `gemv`. int8 sums are exact. e4m3 sums have the tensor core's precision, some 14
+    bits: on an H200 a relative error of 0.13 % for K = 4,096 and 0.29 % for 14,336, as torch's `use_fast_accum` has
+    (rounding to bfloat16: 0.17 %). Adding each 128 in fp32 avoids it, for 1.3 to 1.8 times the time of 2,048 rows.
     The same inputs give the same bits in each run. Specification: `eight_bit_reference`.
     """
     num_rows, k_size, n_size, out = _prepare(rows, weight, dtype, gated, residual)
