@@ -65,7 +65,7 @@ class Batch:
 def make_batch(case: Case, device: torch.device) -> Batch:
     """Random batch in a table of more rows. Slots that no token wrote are NaN; unused entries name a block of NaN."""
     num_rows, page = len(case.lengths), case.page
-    members = case.members or ()
+    members: tuple[int, ...] = case.members or ()
     pages = [-(-length // page) for length in case.lengths]
     num_blocks = sum(pages) + 1
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
