@@ -43,7 +43,7 @@ def usual_splits(layer: Layer) -> int:
 
 
 def _gemv(scheme: Scheme) -> list[QuantizedGemvTiles]:
-    sizes = [(2, 4, 4), (2, 8, 4), (4, 2, 2), (4, 4, 4), (4, 8, 8), (8, 2, 4), (8, 4, 4), (8, 4, 8)]
+    sizes = [(2, 8, 2), (2, 16, 4), (2, 32, 4), (4, 8, 2), (4, 8, 4), (4, 16, 4), (8, 4, 4), (8, 8, 4), (8, 8, 8)]
     found = [QuantizedGemvTiles(*size) for size in sizes]
     if scheme.format is Format.FP8:  # the hardware has a conversion of its own
         found += [replace(tiles, inline_ptx=False) for tiles in found]

@@ -111,10 +111,12 @@ def _quantized_gemv_kernel(
                     x *= tl.load(norm_weight_ptr + offs_k, mask=offs_k < k_size, other=0.0).to(tl.float32)
             if FORMAT == "int4":
                 values = int4_values(packed, plane, tl.bfloat16, INLINE_PTX).to(tl.float32)
+            elif not INLINE_PTX:
+                values = packed.to(tl.float32)
             elif FORMAT == "int8":
-                values = int8_values(packed, tl.bfloat16, INLINE_PTX).to(tl.float32)
+                values = int8_values(packed, tl.bfloat16, True).to(tl.float32)
             else:
-                values = fp8_values(packed, tl.bfloat16, INLINE_PTX).to(tl.float32)
+                values = fp8_values(packed, tl.bfloat16, True).to(tl.float32)
             if GROUP > 0:
                 places = (starts // GROUP)[None, :] * n_size + rows[:, None]  # [BLOCK_N, PIECES]
                 in_row = (starts < k_size)[None, :]

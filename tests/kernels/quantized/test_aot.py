@@ -134,9 +134,7 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
     product = found[KERNEL_OF[type(tiles)]].instructions
     if isinstance(tiles, weight_only.WeightOnlyTiles | gemv.QuantizedGemvTiles) and tiles.inline_ptx:
         # the norm divides by K
-        of_sizes = (
-            1 if isinstance(tiles, gemv.QuantizedGemvTiles) and layer.kind != "add" else 0
-        )
+        of_sizes = 1 if isinstance(tiles, gemv.QuantizedGemvTiles) and layer.kind != "add" else 0
         assert product["I2F"] == 0, "numbers are unpacked by bit operations"
         assert product["I2FP"] <= of_sizes
     if isinstance(tiles, gemv.QuantizedGemvTiles):

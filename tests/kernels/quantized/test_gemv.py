@@ -28,9 +28,9 @@ SHAPES = [
         pytest.param(format, group, n_size, k_size, tiles, marks=gpu)
         for format, group in ((Format.INT4, 128), (Format.INT8, 0), (Format.FP8, 0), (Format.FP8, 128))
         for n_size, k_size, tiles in (
-            (6144, 4096, QuantizedGemvTiles(2, 4, 4)),
-            (4096, 14336, QuantizedGemvTiles(8, 4, 8)),
-            (28672, 4096, QuantizedGemvTiles(4, 2, 2)),
+            (6144, 4096, QuantizedGemvTiles(2, 16, 4)),
+            (4096, 14336, QuantizedGemvTiles(8, 8, 8)),
+            (28672, 4096, QuantizedGemvTiles(4, 8, 2)),
         )
     ),
 ]  # fmt: skip
