@@ -12,7 +12,6 @@ import triton
 
 from manta.kernels.gemm import GemmTiles
 from manta.kernels.quantized.eight_bit import SwappedTiles
-from manta.kernels.quantized.gemv import QuantizedGemvTiles
 from manta.kernels.quantized.layout import Format
 from manta.kernels.quantized.weight_only import WeightOnlyTiles
 
@@ -30,8 +29,7 @@ def candidates(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
 
 def fallback(tiles: Any) -> Any:
     """What to try where these were wrong: the same without assembly, or None."""
-    has_assembly = isinstance(tiles, QuantizedGemvTiles | WeightOnlyTiles) and tiles.inline_ptx
-    return replace(tiles, inline_ptx=False) if has_assembly else None
+    return replace(tiles, inline_ptx=False) if isinstance(tiles, WeightOnlyTiles) and tiles.inline_ptx else None
 
 
 def usual_splits(layer: Layer) -> int:
@@ -42,15 +40,7 @@ def usual_splits(layer: Layer) -> int:
     return splits
 
 
-def _gemv(scheme: Scheme) -> list[QuantizedGemvTiles]:
-    sizes = [(2, 8, 2), (2, 16, 4), (2, 32, 4), (4, 8, 2), (4, 8, 4), (4, 16, 4), (8, 4, 4), (8, 8, 4), (8, 8, 8)]
-    found = [QuantizedGemvTiles(*size) for size in sizes]
-    if scheme.format is Format.FP8:  # the hardware has a conversion of its own
-        found += [replace(tiles, inline_ptx=False) for tiles in found]
-    return found
-
-
-def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[QuantizedGemvTiles | WeightOnlyTiles]:
+def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles]:
     splits = usual_splits(layer)
     block_m = 8 if rows <= 8 else min(64, triton.next_power_of_2(rows))
     if rows > 256:
@@ -59,29 +49,24 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[QuantizedGemvT
         wide = WeightOnlyTiles(128, 128, 64, 8, 2, 1)
         return [WeightOnlyTiles(64, 64, 128, 4, 3, max(1, splits // 2)), wide]
     first = WeightOnlyTiles(64, block_m, 128, 4, 3, splits)
-    found: list[QuantizedGemvTiles | WeightOnlyTiles] = [*_gemv(scheme)] if rows == 1 else []
-    if rows == 16:  # twice the weight's tiles from L2 instead of tiles of 16 columns
-        found += [replace(first, block_m=8), replace(first, block_m=8, inline_ptx=False)]
-    if rows in (8, 16):
-        found += [replace(first, num_warps=8), replace(first, block_n=128, num_warps=8)]
-        found += [replace(first, num_stages=5), replace(first, num_stages=2)]
     if scheme.format is Format.INT4:
         if rows == 64:
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
-        others = [replace(first, splits=2 * splits), replace(first, block_n=128)]
-        if rows <= 16:
-            found += [replace(first, splits=4 * splits), replace(first, splits=2 * splits, num_stages=4)]
-        return [*found, first, *others, *([replace(first, num_stages=4)] if rows <= 8 else [])]
+        if rows == 32:
+            return [first, replace(first, splits=2 * splits), replace(first, block_n=128)]
+        more = [replace(first, splits=4 * splits), replace(first, num_stages=4)]
+        return [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
-    wider = [replace(plain, block_k=256, num_stages=3)] if rows <= 16 and scheme.group is None else []
-    if rows <= 16:
-        found += [replace(plain, block_k=64, num_stages=6), replace(plain, splits=2 * splits)]
-        found += [replace(plain, num_warps=8), replace(plain, block_n=128, num_warps=8)]
-    return [*found, deep, plain, replace(plain, splits=max(1, splits // 2)), *wider]
+    if rows > 16:
+        return [deep, plain, replace(plain, splits=max(1, splits // 2))]
+    wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
+    # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
+    halves = [replace(plain, block_m=8, num_stages=3)] if rows == 16 else []
+    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves]
 
 
-def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
+def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:
     splits = usual_splits(layer)
     grouped = scheme.group is not None
     if rows <= 64:
@@ -91,8 +76,8 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
         halves = replace(first, splits=max(1, splits // 2))
         if not grouped:
             return [first, halves, replace(first, block_k=128, num_stages=6)]
-        more = [replace(first, splits=2 * splits), replace(first, num_stages=4), replace(first, num_warps=8)]
-        return [first, halves, *more, *_weight_only(scheme, layer, rows)]
+        more = [replace(first, num_stages=4), replace(first, num_warps=8)]
+        return [first, halves, *more, *(_weight_only(scheme, layer, rows) if rows <= 16 else [])]
     if grouped:
         tiled = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5)]
     else:

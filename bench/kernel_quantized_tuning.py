@@ -24,6 +24,7 @@ from manta.kernels.compile_ahead import compiling_only
 from manta.kernels.linear import kernel_name
 from manta.kernels.quantized import linear as quantized
 from manta.kernels.quantized.layout import Format
+from manta.kernels.quantized.weight_only import WeightOnlyTiles
 
 from .kernel_linears import Layer, Operands, layers_of, shipped_tiles
 from .kernel_quantized import ROWS, SCHEMES, QuantizedOperands, Scheme, bf16_us
@@ -147,7 +148,7 @@ def settle(operands: QuantizedOperands, rows: int, times: Mapping[Any, float]) -
         "candidates": [{**({} if tiles is None else asdict(tiles)), "us": us} for tiles, us in times.items()],
     }
     if operands.scheme.activations is not None:
-        products = {tiles: us for tiles, us in ours.items() if not quantized.takes_16_bits(tiles)}
+        products = {tiles: us for tiles, us in ours.items() if not isinstance(tiles, WeightOnlyTiles)}
         fastest = min(products, key=lambda tiles: products[tiles], default=None)
         if fastest is not None:
             line["product_us"] = attempt(lambda: time_us(operands.bare_calls(fastest, rows)))
@@ -163,7 +164,7 @@ def time_all(operands: QuantizedOperands, rows: int, tried: Sequence[Any]) -> di
     left = list(tried)
     while left:
         tiles = left.pop(0)
-        rounds = not quantized.takes_16_bits(tiles)
+        rounds = not isinstance(tiles, WeightOnlyTiles)
         if rounds not in expected:
             expected[rounds] = operands.expected(rows, rounds=rounds)
         error = attempt(lambda tiles=tiles, e=expected[rounds]: operands.relative_error(tiles, rows, e))

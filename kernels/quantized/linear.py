@@ -7,8 +7,7 @@ as `kernels/linear` keeps its own); without an entry:
 - 8-bit activations: `swapped_product` up to 64 rows, then the library where it has such a product, else
   `tiled_product`.
 
-A table may choose `quantized_gemv` for one row, norm and all in one launch, and products of 16-bit activations where 8
-bits are meant too, if they are faster, which skips their rounding.
+A table may choose the weight-only product for 8-bit activations too where that is faster, which skips their rounding.
 fp32, and everything on CPU, takes the reference. Knows no model and no checkpoint.
 """
 
@@ -29,19 +28,13 @@ from manta.kernels.rmsnorm import rms_norm
 
 from .dequantize import dequantized
 from .eight_bit import SwappedTiles, can_multiply, row_group, swapped_product, tiled_product
-from .gemv import QuantizedGemvTiles, quantized_gemv
 from .layout import Format, QuantizedWeight, dequantize
 from .library import library_product, library_takes
 from .quantize import quantize_rows, quantize_rows_reference
 from .weight_only import WeightOnlyTiles, weight_only_product
 
-Tiles = QuantizedGemvTiles | WeightOnlyTiles | SwappedTiles | GemmTiles
-KERNELS: dict[str, Any] = {
-    "gemv": QuantizedGemvTiles,
-    "weight_only": WeightOnlyTiles,
-    "swapped": SwappedTiles,
-    "tiled": GemmTiles,
-}
+Tiles = WeightOnlyTiles | SwappedTiles | GemmTiles
+KERNELS: dict[str, Any] = {"weight_only": WeightOnlyTiles, "swapped": SwappedTiles, "tiled": GemmTiles}
 DETERMINISTIC_WEIGHT_ONLY = WeightOnlyTiles(64, 16, 128, 4, 3)
 DETERMINISTIC_EIGHT_BIT = SwappedTiles(64, 64, 128, 4, 4)
 """The one configuration for one row as for thousands: a row's bits depend on that row alone."""
@@ -169,18 +162,14 @@ def apply(
     What a kernel has not fused is rounded to x's type in between: the normalized x, unless its rows are quantized.
     """
     behind: dict[str, Any] = {"gated": gated, "residual": residual}
-    if isinstance(tiles, QuantizedGemvTiles) and weight.order is None:
-        return quantized_gemv(x, weight, bias, tiles=tiles, norm_weight=norm_weight, eps=eps, **behind)
-    if activations is None or takes_16_bits(tiles):
+    if isinstance(tiles, WeightOnlyTiles) or activations is None:
+        assert tiles is None or isinstance(tiles, WeightOnlyTiles)
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, eps)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
-        if isinstance(tiles, QuantizedGemvTiles):
-            return quantized_gemv(x, weight, bias, tiles=tiles, **behind)
-        if isinstance(tiles, WeightOnlyTiles):
+        if tiles is not None:
             return weight_only_product(x, weight, bias, tiles=tiles, **behind)
-        assert tiles is None
         wide = dequantized(weight, x.dtype)
         kind = "gated" if gated else "plain" if residual is None else "add"
         return dense.apply(dense.choose(kind, x, wide, deterministic=False), x, wide, bias, **behind)
@@ -191,13 +180,7 @@ def apply(
         return library_product(rows, weight, bias, dtype=x.dtype, **behind)
     if isinstance(tiles, SwappedTiles):
         return swapped_product(rows, weight, bias, dtype=x.dtype, tiles=tiles, **behind)
-    assert isinstance(tiles, GemmTiles)
     return tiled_product(rows, weight, bias, dtype=x.dtype, tiles=tiles, **behind)
-
-
-def takes_16_bits(tiles: Tiles | None) -> bool:
-    """Whether this kernel multiplies 16-bit activations, whatever was asked for."""
-    return isinstance(tiles, QuantizedGemvTiles | WeightOnlyTiles)
 
 
 def choose(

@@ -30,8 +30,7 @@ from manta.kernels import (
     runtime,
 )
 from manta.kernels.compile_ahead import compiling_only
-from manta.kernels.gemm import GemmTiles
-from manta.kernels.quantized import dequantize, eight_bit, gemv, library, quantize, weight_only
+from manta.kernels.quantized import dequantize, eight_bit, library, quantize, weight_only
 from manta.kernels.quantized import linear as quantized
 from manta.kernels.quantized.kv_cache import CacheScales
 from manta.kernels.quantized.layout import Format
@@ -44,7 +43,6 @@ pytestmark = pytest.mark.aot
 FULL = os.environ.get("MANTA_AOT") == "full"
 LAYERS = layers_of(LLAMA_8B)[:4]
 KERNELS: list[Any] = [
-    gemv._quantized_gemv_kernel,
     weight_only._weight_only_kernel,
     eight_bit._swapped_kernel,
     eight_bit._tiled_kernel,
@@ -59,20 +57,9 @@ KERNELS: list[Any] = [
 ]
 
 
-KERNEL_OF = {
-    gemv.QuantizedGemvTiles: "_quantized_gemv_kernel",
-    weight_only.WeightOnlyTiles: "_weight_only_kernel",
-    eight_bit.SwappedTiles: "_swapped_kernel",
-    GemmTiles: "_tiled_kernel",
-}
-
-
 def cases() -> list[Any]:
-    """The defaults for 16 rows, one layer a scheme, one row by itself; or all that a table or the tuner may choose."""
+    """The defaults for 16 rows, one layer a scheme; or all that a table or the tuner may choose for any."""
     found: dict[str, Any] = {}
-    for scheme, layer in ((SCHEMES[0], LAYERS[0]), (SCHEMES[1], LAYERS[2]), (SCHEMES[3], LAYERS[3])):
-        tiles = gemv.QuantizedGemvTiles(4, 4, 4)
-        found[variant(scheme, layer, tiles)] = pytest.param(scheme, layer, 1, tiles, id=variant(scheme, layer, tiles))
     for index, scheme in enumerate(SCHEMES):
         for layer in LAYERS if FULL else [LAYERS[2 + index % 2]]:
             for rows in TUNED_ROWS if FULL else (16,):
@@ -131,17 +118,20 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
     found = compiled_kernels(tmp_path)
     for resources in found.values():
         assert_fits(resources)
-    product = found[KERNEL_OF[type(tiles)]].instructions
-    if isinstance(tiles, weight_only.WeightOnlyTiles | gemv.QuantizedGemvTiles) and tiles.inline_ptx:
-        # the norm divides by K
-        of_sizes = 1 if isinstance(tiles, gemv.QuantizedGemvTiles) and layer.kind != "add" else 0
-        assert product["I2F"] == 0, "numbers are unpacked by bit operations"
-        assert product["I2FP"] <= of_sizes
-    if isinstance(tiles, gemv.QuantizedGemvTiles):
-        assert product["FFMA"] + product["FFMA2"] > 0
-        return
-    wanted = "HGMMA" if quantized.takes_16_bits(tiles) else "IGMMA" if scheme.format is Format.INT8 else "QGMMA"
+    product = found[
+        "_weight_only_kernel" if isinstance(tiles, weight_only.WeightOnlyTiles) else
+        "_swapped_kernel" if isinstance(tiles, eight_bit.SwappedTiles) else "_tiled_kernel"
+    ].instructions  # fmt: skip
+    wanted = (
+        "HGMMA"
+        if isinstance(tiles, weight_only.WeightOnlyTiles)
+        else "IGMMA"
+        if scheme.format is Format.INT8
+        else "QGMMA"
+    )
     assert product[wanted] > 0 or (product["HMMA"] > 0 and tiles.block_m == 8)
+    if isinstance(tiles, weight_only.WeightOnlyTiles) and tiles.inline_ptx:
+        assert product["I2F"] == product["I2FP"] == 0, "numbers are unpacked by bit operations"
 
 
 @pytest.mark.parametrize(
