@@ -75,7 +75,7 @@ class Greatest(NamedTuple):
 
 assert Loads._fields == COLUMNS
 assert Greatest._fields == GREATEST_COLUMNS
-assert SHOWN_COLUMNS == COLUMNS[-len(SHOWN_COLUMNS) :]
+assert COLUMNS[-len(SHOWN_COLUMNS) :] == SHOWN_COLUMNS
 
 
 class LoadTable:
