@@ -13,6 +13,7 @@ from typing import Any
 
 from triton import AsyncCompileMode
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 
@@ -35,6 +36,7 @@ def compiling_only(num_threads: int) -> Iterator[None]:
                 yield
         finally:
             JITFunction.run = launch
+            active_mode.set(None)  # Triton 3.6 leaves it set where a compilation failed
 
 
 class _Compilers(ThreadPoolExecutor):
