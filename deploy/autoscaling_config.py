@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from manta.autoscaling.policy import PolicySettings
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.cluster.slo import Slo
 from manta.engine.config import Section
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from manta.autoscaling.policy import Policy, PolicySettings, PolicyState, is_breach
+from manta.autoscaling.outlook import is_breach
+from manta.autoscaling.policy import Policy, PolicyState
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.autoscaling.role_changes import RoleChange
 from manta.autoscaling.signals import Counters, FleetSnapshot, PoolState
 from manta.cluster.routing.roles import Role
