@@ -63,15 +63,18 @@ class Outlook:
         """Of what a wrong guess costs, the share that the error budget can pay."""
         return self.error_budget.share(self.settings.slo, self.forecast.level, self.cold_start_s)
 
-    @cached_property
-    def reserve(self) -> float:
-        """What the expected rate is multiplied by. A rate that rises is not guessed to be less than the model says:
-        who is wrong there is more wrong a moment later."""
+    def rate_to_hold(self, pool: PoolState) -> float:
+        """Requests/s that the pool is to have replicas for: those expected, with a reserve or on credit.
+
+        What a rate gains lessens the credit as well: who is wrong while it rises is more wrong a moment later. Without
+        a model there is none: nobody knows what a guess costs.
+        """
         headroom, saved = self.settings.headroom, self.saved
-        if headroom <= 1:
-            return headroom
-        is_rising = self.expected > self.forecast.level
-        return headroom ** (1 - saved) / (1.0 if is_rising else self._most_overload**saved)
+        if headroom <= 1 or pool.step_costs is None:
+            return self.expected * headroom
+        level = self.forecast.level
+        credit = level * (1 - 1 / self._most_overload**saved) - (self.expected - level)
+        return self.expected * headroom ** (1 - saved) - max(credit, 0.0)
 
     @property
     def _most_overload(self) -> float:
@@ -96,9 +99,13 @@ class Outlook:
         """Replicas of which none may stop. Without trust in what is saved, by the full reserve and a margin."""
         settings = self.settings
         factor = settings.headroom * settings.down_margin
-        if trusts_budget:
-            factor = self.reserve * settings.down_margin ** (1 - self.saved)
-        return self.need(pool, self.expected * factor).num_replicas
+        rate = self.expected * factor
+        # In a large fleet a replica is less than the reserve, which is not worth a try.
+        if trusts_budget and pool.step_costs is not None and pool.target * (factor - 1) < 1:
+            # Half the overload is kept for the time after: who fell does not rise for the next few requests.
+            margin = settings.down_margin ** (1 - self.saved) * self._most_overload ** (self.saved / 2)
+            rate = self.rate_to_hold(pool) * margin
+        return self.need(pool, rate).num_replicas
 
     def is_held(self, pool: PoolState, found: Need) -> bool:
         """Whether what is there was seen to hold the objective at the rate that is expected: then the model of times,

@@ -31,7 +31,7 @@ class Wish:
 
 def forward(outlook: Outlook, pool: PoolState) -> Wish:
     """By the model, or without one by what replicas were seen to hold."""
-    found, work, forecast = outlook.need(pool, outlook.expected * outlook.reserve), outlook.work, outlook.forecast
+    found, work, forecast = outlook.need(pool, outlook.rate_to_hold(pool)), outlook.work, outlook.forecast
     if pool.num_ready == pool.target < found.num_replicas and outlook.is_held(pool, found):
         return Wish(pool.target, ReasonCode.FORECAST, f"{pool.target} hold the objective")
     code = ReasonCode.BURST if forecast.is_burst else ReasonCode.FORECAST
