@@ -1,7 +1,7 @@
 """What one decision goes by: what is expected, what was seen, how much of a reserve that asks for. Pure.
 
-The reserve is for what forecast and model do not know. The more of the error budget is saved, which pays for being wrong,
-the smaller it is; where all is saved replicas may be fewer than the model says, by as much as the budget pays for.
+The reserve is for what forecast and model do not know. The more of the error budget is saved, which pays for being
+wrong, the smaller it is; where all is saved, replicas may be fewer than the model says, by as much as it pays for.
 """
 
 from __future__ import annotations
