@@ -7,6 +7,7 @@ wrong, the smaller it is; where all is saved, replicas may be fewer than the mod
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +36,8 @@ class Outlook:
     steady_rate: float | None
     """Requests/s over the longest window; None: not known yet."""
     observed: Observed
+    starting_since_s: Mapping[str, float]
+    """By pool, where replicas start: when the first of them began."""
     error_budget: ErrorBudget
     recent: Counters
     """What came and ended in the last minute or so."""
@@ -52,6 +55,11 @@ class Outlook:
     def work(self) -> Work:
         """A mean request."""
         return self.observed.work or self.settings.usual
+
+    def ready_in_s(self, pool: PoolState) -> float:
+        """Until another replica is there: the first of those that start, or one that starts now."""
+        since_s = self.starting_since_s.get(pool.name, self.now_s)
+        return max(self.cold_start_s - (self.now_s - since_s), 0.0)
 
     @cached_property
     def late_left(self) -> float:

@@ -59,6 +59,8 @@ class PolicyState:
     """By pool."""
     hurry: Mapping[str, Damping] = field(default_factory=dict)
     """The same over a shorter time, with what backlogs ask for."""
+    starting_since_s: Mapping[str, float] = field(default_factory=dict)
+    """By pool, where replicas start: when the first of them began."""
     short_since_s: Mapping[str, float] = field(default_factory=dict)
     """By pool: since when the forecast has asked for more than there is."""
     begun_s: float | None = None
@@ -273,6 +275,8 @@ def _learn(
     # While a rate jumps, what runs does not belong to it yet.
     observed = state.observed.learn(snapshot, 0.0 if found.is_burst else found.recent, settings.slo, now_s)
     error_budget = state.error_budget.learn(snapshot.counters, now_s)
+    starting = [pool.name for pool in snapshot.pools if pool.num_starting]
+    starting_since_s = {name: state.starting_since_s.get(name, now_s) for name in starting}
     # What was late before all replicas were there says nothing about whether they are enough.
     settled_s = observed.size_changed_s + settings.breach_s / 4
     outlook = Outlook(
@@ -283,6 +287,7 @@ def _learn(
         forecast=found,
         steady_rate=samples.rate(LONG_S),
         observed=observed,
+        starting_since_s=starting_since_s,
         error_budget=error_budget,
         recent=trail.since(now_s - settings.breach_s),
         since_settled=trail.since(max(now_s - settings.breach_s, settled_s)),
@@ -295,6 +300,7 @@ def _learn(
         trail=trail,
         observed=observed,
         error_budget=error_budget,
+        starting_since_s=starting_since_s,
         begun_s=now_s if state.begun_s is None else state.begun_s,
     )
     return learned, outlook

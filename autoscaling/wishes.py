@@ -58,11 +58,9 @@ def backlog(outlook: Outlook, pool: PoolState) -> Wish:
     num_waiting -= math.ceil(expected * USUAL_WAIT * ttft_s) + pool.num_ready
     if num_waiting <= 0:
         return nothing
-    size, ahead_s = size_of(pool), outlook.cold_start_s
+    size, ahead_s = size_of(pool), outlook.ready_in_s(pool)
     if size is not None and outlook.observed.work is not None:  # a guessed request says nothing about what is held
         held = held_rate(outlook.work, size, settings.slo, pool.role, num_replicas=pool.num_ready)
-        # Those that start are there sooner than one that starts now.
-        ahead_s = ahead_s / 2 if pool.num_starting else ahead_s
         num_waiting += round((expected - held / outlook.observed.correction_of(pool.role)) * ahead_s)
         if num_waiting <= 0:
             return nothing  # worked off before another replica could be there

@@ -45,6 +45,8 @@ class Fleet:
     now_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
     decided: list[Decided] = field(default_factory=list)
+    num_starting: int = 0
+    """Of the target."""
 
     def __post_init__(self) -> None:
         self._policy = Policy(self.settings)
@@ -65,7 +67,13 @@ class Fleet:
             )  # fmt: skip
             each = load(rate, WORK, SIZE, SLO, Role.MIXED, num_replicas=self.pool.num_ready)
             num_running = round(min(each.num_running, 256) * self.pool.num_ready)
-            self.pool = replace(self.pool, num_waiting=num_waiting, num_running=num_running)
+            self.pool = replace(
+                self.pool,
+                num_ready=self.pool.target - self.num_starting,
+                num_starting=self.num_starting,
+                num_waiting=num_waiting,
+                num_running=num_running,
+            )
             snapshot = FleetSnapshot(counters=self.counters, pools=(self.pool,))
             self._state, decision = self._policy.decide(self._state, snapshot, self.now_s)
             target = decision.targets["engine"]
@@ -168,6 +176,19 @@ def test_a_few_that_wait_ask_for_a_replica_only_when_the_budget_is_spent(late: f
     found = fleet(2)
     found.run(600, 55.0, late=late)
     assert found.run(1, 55.0, late=late, num_waiting=155) == target
+
+
+def test_a_backlog_is_expected_to_grow_until_the_replicas_that_start_are_there_and_no_longer() -> None:
+    """Two of four replicas start, for 20 s; the other two fall behind by 20 requests a second."""
+    found = fleet(4)
+    found.run(100, 80.0, late=SPENT)
+    found.num_starting = 2
+    assert found.run(1, 80.0, late=SPENT, num_waiting=30) == 5
+    found = fleet(4)
+    found.run(100, 80.0, late=SPENT)
+    found.num_starting = 2
+    found.run(15, 80.0, late=SPENT)
+    assert found.run(1, 80.0, late=SPENT, num_waiting=30) == 4
 
 
 def test_a_burst_that_is_over_before_anybody_is_late_is_none() -> None:
