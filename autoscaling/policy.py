@@ -120,14 +120,14 @@ class _Deciding:
         return self._state, decision
 
     def _notice_work_and_breach(self) -> None:
-        snapshot, recent, state = self._snapshot, self._outlook.recent, self._state
+        snapshot, state = self._snapshot, self._state
         under_way = snapshot.num_held + sum(pool.num_running + pool.num_waiting for pool in snapshot.pools)
         samples = state.samples
         has_arrived = len(samples.counts) > 1 and samples.counts[-1] > samples.counts[-2]
         self._has_work = bool(under_way or has_arrived)
         if self._has_work or state.last_work_s is None:
             state = replace(state, last_work_s=self._now_s)
-        if is_breach(recent, self._settings):
+        if is_breach(self._outlook.since_settled, self._settings):
             state = replace(state, last_breach_s=self._now_s)
         self._state = state
 

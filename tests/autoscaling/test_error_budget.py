@@ -191,6 +191,18 @@ def test_a_backlog_is_expected_to_grow_until_the_replicas_that_start_are_there_a
     assert found.run(1, 80.0, late=SPENT, num_waiting=30) == 4
 
 
+def test_what_was_late_before_all_replicas_were_there_keeps_none_of_them() -> None:
+    found = fleet(8, replace(SETTINGS, quiet_s=30.0))
+    found.run(100, 200.0)
+    found.num_starting = 4
+    found.run(20, 200.0, late=0.9)
+    found.num_starting = 0
+    found.run(10, 57.0)
+    begin_s = found.now_s
+    while found.run(1, 57.0) == 8:
+        assert found.now_s - begin_s < 45
+
+
 def test_a_burst_that_is_over_before_anybody_is_late_is_none() -> None:
     samples = Samples()
     for second in range(120):
