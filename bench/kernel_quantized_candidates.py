@@ -52,15 +52,21 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     if scheme.format is Format.INT4:
         if rows == 64:
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
-        others = [replace(first, splits=2 * splits), replace(first, block_n=128)]
-        return [first, *others, *([replace(first, num_stages=4)] if rows <= 8 else [])]
+        if rows == 32:
+            return [first, replace(first, splits=2 * splits), replace(first, block_n=128)]
+        more = [replace(first, splits=4 * splits), replace(first, num_stages=4)]
+        return [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
-    wider = [replace(plain, block_k=256, num_stages=3)] if rows <= 16 else []
-    return [deep, plain, replace(plain, splits=max(1, splits // 2)), *wider]
+    if rows > 16:
+        return [deep, plain, replace(plain, splits=max(1, splits // 2))]
+    wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
+    # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
+    halves = [replace(plain, block_m=8, num_stages=3)] if rows == 16 else []
+    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves]
 
 
-def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[SwappedTiles | GemmTiles]:
+def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:
     splits = usual_splits(layer)
     grouped = scheme.group is not None
     if rows <= 64:
@@ -68,7 +74,10 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[SwappedTiles | G
         block_k = 128 if grouped or rows == 64 else 256
         first = SwappedTiles(64, block_m, block_k, 4, 6 if grouped else 4, splits)
         halves = replace(first, splits=max(1, splits // 2))
-        return [first, halves, *([] if grouped else [replace(first, block_k=128, num_stages=6)])]
+        if not grouped:
+            return [first, halves, replace(first, block_k=128, num_stages=6)]
+        more = [replace(first, num_stages=4), replace(first, num_warps=8)]
+        return [first, halves, *more, *(_weight_only(scheme, layer, rows) if rows <= 16 else [])]
     if grouped:
         tiled = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5)]
     else:

@@ -26,6 +26,7 @@ from . import (
     kernel_decode_tuning,
     kernel_linears,
     kernel_linears_tuning,
+    kernel_prefetch,
     kernel_prefill,
     kernel_quantized,
     kernel_quantized_tuning,
@@ -63,25 +64,27 @@ def run(json_path: Path | None = None, *, sections: Sequence[str] | None = None)
     peaks = measure_peaks(device)
     print(f"read {peaks.read_bytes_per_s / 1e12:.2f} TB/s, bf16 matmul {peaks.matmul_flop_per_s / 1e12:.0f} TFLOP/s")
     lines: dict[str, list[Line]] = {model.name: [] for model in MODELS}
-    for model in MODELS:
-        print(f"{model.name}\n{HEADER}")
-        for measure in chosen.values():
-            for line in measure(peaks, device, model):
-                lines[model.name].append(line)
-                print(row_of(line), flush=True)
-    result = {
+    head = {
         "benchmark": "kernels",
         "command": "manta bench kernels" + (f" --sections {','.join(chosen)}" if sections else ""),
         "hardware": torch.cuda.get_device_name(device),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__},
         "models": {model.name: asdict(model) for model in MODELS} | {"dtype": "bfloat16"},
         "peaks": asdict(peaks),
-        "lines": {name: [asdict(line) for line in of_model] for name, of_model in lines.items()},
-        "figures": figures(peaks, lines),
     }
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    result = head
+    for model in MODELS:
+        print(f"{model.name}\n{HEADER}")
+        for measure in chosen.values():
+            for line in measure(peaks, device, model):
+                lines[model.name].append(line)
+                print(row_of(line), flush=True)
+            # After each section: a later one that fails takes nothing with it.
+            of_models = {name: [asdict(line) for line in of_model] for name, of_model in lines.items()}
+            result = head | {"lines": of_models, "figures": figures(peaks, lines)}
+            if json_path is not None:
+                json_path.parent.mkdir(parents=True, exist_ok=True)
+                json_path.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -268,6 +271,7 @@ SECTIONS: dict[str, Section] = {
     "prefill": kernel_prefill.bench,
     "linears": kernel_linears.bench,
     "quantized": kernel_quantized.bench,
+    "prefetch": kernel_prefetch.bench,
     "sampling": bench_sampling,
 }
 TUNERS: dict[str, Tuner] = {

@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -175,7 +175,7 @@ async def _measure(served: Served, items: Sequence[Item], num_single: int, repor
         command = manta_command("serve", "sim-h200", "--port", str(port), *overrides)
         async with running(command, f"http://127.0.0.1:{port}") as server:
             client = HttpClient(server.url)
-            target = await find_target(client)
+            target = replace(await find_target(client), has_event_a_token=True)
             await closed_loop(client, target, uniform(32, 64, 8, vocab_size=VOCAB_SIZE, seed=8), concurrency=8)
             await asyncio.sleep(2.0)
             records = (await closed_loop(client, target, single, concurrency=1)).records

@@ -79,11 +79,11 @@ class Load:
 
 
 def find_load(name: str, *, limit: int | None, longest: int, zipf: ZipfPrefixes | None = None) -> Load:
-    """`zipf`, a trace's file or the name of one that comes with Manta; at most `limit` requests of it, none longer than
-    `longest` tokens. Raises ConfigError."""
+    """`zipf`, of which `limit` requests are made; a trace's file or the name of one that comes with Manta, of which the
+    first `limit` are taken, none longer than `longest` tokens. Raises ConfigError."""
     if name == ZIPF:
         made = zipf or ZipfPrefixes()
-        return zipf_load(made if limit is None else replace(made, num_requests=min(limit, made.num_requests)))
+        return zipf_load(made if limit is None else replace(made, num_requests=limit))
     path = find_trace(name)
     return trace_load(path.name.split(".")[0], read_trace(Path(path), limit), longest=longest)
 

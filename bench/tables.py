@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the results of the benchmarks: `python -m manta.bench.tables`.
+"""Writes the tables of the documents below from the results of the benchmarks: `python -m manta.bench.tables`.
 
 A table stands between `<!-- table NAME -->` and `<!-- /table -->`; text outside is left alone. A result that is not
 there leaves a sentence that says which command makes it.
@@ -14,7 +14,7 @@ from typing import Any
 
 from .report import ROOT
 
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = [ROOT / "docs" / name for name in ("performance.md", "quantization.md")]
 RESULTS = ROOT / "bench" / "results" / "h200"
 
 GOALS = {
@@ -112,8 +112,36 @@ def policies(schedule: Tree) -> list[list[str]]:
     return rows
 
 
+def quantized_layers(result: Tree) -> list[list[str]]:
+    """Sums over a model's four layers for each scheme and number of rows."""
+    speeds = ("of the floor", "x our bf16", "x torch's bf16", "x the library", "bare product x the library's")
+    rows = [["scheme", "rows", "us", *speeds]]
+    lines = result["lines"]
+    for scheme, num_rows in dict.fromkeys((line["scheme"], line["rows"]) for line in lines):
+        some = [line for line in lines if (line["scheme"], line["rows"]) == (scheme, num_rows)]
+        us, products = _sum(some, "us"), (_sum(some, "library_product_us"), _sum(some, "product_us"))
+        ratios = [_ratio(_sum(some, key), us) for key in ("floor_us", "bf16_us", "torch_us", "library_us")]
+        rows.append([f"`{scheme.removeprefix('linear_')}`", str(num_rows), f"{us:.1f}", *ratios, _ratio(*products)])
+    return rows
+
+
+def beside_bf16(engine: Tree) -> list[list[str]]:
+    """What was measured of a model held otherwise, beside the same in bf16 in the same run."""
+    figures = engine["figures"]
+    names = [
+        name.removeprefix("bf16_") for name in figures if re.fullmatch(r"bf16_(b\d+_tpot_ms|ttft_\d+_ms|kv_\w+)", name)
+    ]
+    rows = [["figure", "quantized", "bf16", "ratio"]]
+    for name in names:
+        values = (figures[name], figures[f"bf16_{name}"])
+        rows.append([f"`{name}`", *map(_number, values), _number(values[0] / values[1])])
+    return rows
+
+
 ENGINE, TRACE, SCHEDULE = "engine-llama8b-bf16.json", "trace-llama8b-bf16.json", "schedule-llama8b-bf16.json"
-COMMANDS = {ENGINE: "engine", TRACE: "trace", SCHEDULE: "schedule"}
+LAYERS, FP8, INT4 = "quantized-linears.json", "engine-llama8b-fp8.json", "engine-llama8b-int4.json"
+COMMANDS = {ENGINE: "engine", TRACE: "trace", SCHEDULE: "schedule", LAYERS: "quantized"}
+COMMANDS |= {FP8: "engine --set quantization=fp8 --against bf16", INT4: "engine --set quantization=int4 --against bf16"}
 TABLES: dict[str, tuple[str, Callable[[Tree], list[list[str]]]]] = {
     "headlines": (ENGINE, headlines),
     "exposed": (ENGINE, exposed),
@@ -122,6 +150,9 @@ TABLES: dict[str, tuple[str, Callable[[Tree], list[list[str]]]]] = {
     "decode 64": (TRACE, lambda trace: kernels(trace, "decode_batch_64")),
     "prefill 8192": (TRACE, lambda trace: kernels(trace, "prefill_8192")),
     "policies": (SCHEDULE, policies),
+    "layers": (LAYERS, quantized_layers),
+    "engine fp8": (FP8, beside_bf16),
+    "engine int4": (INT4, beside_bf16),
 }
 """Name -> (file in RESULTS, what makes rows of it, the first of which is the header)."""
 
@@ -151,7 +182,18 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(fill(document.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+
+
+def _sum(lines: Sequence[Tree], key: str) -> float | None:
+    """None where a part is missing."""
+    values = [line[key] for line in lines]
+    return None if None in values else sum(values)
+
+
+def _ratio(over: float | None, under: float | None) -> str:
+    return "" if over is None or not under else f"{over / under:.2f}"
 
 
 def _verdict(value: float, target: float, stretch: float) -> str:

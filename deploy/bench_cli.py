@@ -205,7 +205,9 @@ def routing_command(
     gpu: Annotated[str, typer.Option(help="Whose step times are used; none is needed here.")] = "h200",
     loads: Annotated[str, typer.Option(metavar="N,N,...", help="Shares of the fleet's capacity.")] = "0.7,0.95",
     policies: Annotated[str | None, typer.Option(metavar="NAME,NAME,...", help="Default: all.")] = None,
-    num_requests: Annotated[int | None, typer.Option("--requests", min=100, help="The first so many.")] = None,
+    num_requests: Annotated[
+        int | None, typer.Option("--requests", min=100, help="The first so many; `zipf` has as many as are wanted.")
+    ] = None,
     kv_room: Annotated[
         int | None, typer.Option(min=1, help="Tokens of KV of a replica; default: what the GPU's memory leaves.")
     ] = None,

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
+from . import dependent_launch
+from .dependent_launch import has_dependent_launch, let_successor_start, prefetch_rows, wait_for_predecessor
 from .runtime import jit
 from .split_k import finish_tile, store_part, workspace
 
@@ -52,7 +53,7 @@ def store_transposed(
     tl.store(places, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows", "prefetch_bytes"])
 def _skinny_kernel(
     x_ptr,
     weight_ptr,
@@ -66,6 +67,7 @@ def _skinny_kernel(
     k_per_split,
     x_stride,
     out_stride,
+    prefetch_bytes,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -82,12 +84,14 @@ def _skinny_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = (offs_m < num_rows)[None, :]
     # Rows past the end read the last row again and store nothing.
-    weight_tile = weight_ptr + tl.minimum(offs_n, n_size - 1).to(tl.int64)[:, None] * k_size + offs_k[None, :]
+    weight_rows = weight_ptr + tl.minimum(offs_n, n_size - 1).to(tl.int64) * k_size
+    weight_tile = weight_rows[:, None] + offs_k[None, :]
     x_tile = x_ptr + offs_m[None, :] * x_stride + offs_k[:, None]
     # An argument, not a quotient computed here: the compiler must see that it is a multiple of 16.
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, k_size)
     if PDL:
+        prefetch_rows(weight_rows + begin, weight_ptr + n_size.to(tl.int64) * k_size, prefetch_bytes)
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -158,6 +162,7 @@ def gemm_skinny(
         triton.cdiv(triton.cdiv(k_size, tiles.block_k), splits) * tiles.block_k,
         x.stride(0),
         out.stride(0),
+        dependent_launch.PREFETCH_BYTES,
         GATED=gated,
         RESIDUAL=residual is not None,
         BLOCK_M=block_m,

@@ -125,6 +125,8 @@ def _rope_and_store_kernel(
     k_half = k_row + offs_half[None, :]
     k_first = tl.load(k_half, mask=mask_k, other=0.0).to(tl.float32)  # [tokens, rot_dim / 2]
     k_second = tl.load(k_half + HALF, mask=mask_k, other=0.0).to(tl.float32)
+    # A head of few elements is held by several warps: all have loaded before one of them writes in place.
+    tl.debug_barrier()
     k_type = k_ptr.dtype.element_ty
     new_first = (k_first * cos - k_second * sin).to(k_type)
     new_second = (k_second * cos + k_first * sin).to(k_type)

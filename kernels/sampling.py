@@ -444,12 +444,12 @@ def sample(
     candidate_ids = torch.empty((num_rows, num_slots), dtype=torch.int32, device=logits.device)
     chunk_count = torch.empty_like(stats.ids)
     floor = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    last = settled = None
+    last = None
     if need_filter:
         assert stats.sums is not None
         assert stats.scores is not None
         assert stats.drawn is not None
-        last, settled = run_rounds(
+        last = run_rounds(
             logits,
             temperature,
             top_k,
@@ -472,7 +472,7 @@ def sample(
             candidate_ids,
             chunk_count,
             floor,
-            settled,
+            last.settled,
             logits.stride(0),
             vocab,
             num_chunks,
@@ -500,7 +500,7 @@ def sample(
         floor,
         None if last is None else last.mass,
         None if last is None else last.proposed,
-        settled,
+        None if last is None else last.settled,
         out,
         logits.stride(0),
         vocab,

@@ -23,7 +23,7 @@ NUM_ROUNDS = 6
 
 
 class Proposals(NamedTuple):
-    """What a round leaves, [rows, chunks] but for `proposed` [rows]."""
+    """What a round leaves, [rows, chunks] but for `proposed` and `settled` [rows]."""
 
     score: torch.Tensor
     """The chunk's highest score among the tokens before the round's proposal, and whose it is."""
@@ -31,6 +31,9 @@ class Proposals(NamedTuple):
     mass: torch.Tensor
     """Weight of the chunk's tokens before the proposal; infinite when min-p drops it."""
     proposed: torch.Tensor
+    settled: torch.Tensor
+    """The id that an earlier round settled on, or -1, [rows] int32. A round writes it anew: what it reads stays as it
+    is, or warps of one program could part where another program settles their row."""
 
 
 @jit
@@ -55,11 +58,12 @@ def round_kernel(
     drawn_ptr,
     mass_ptr,
     proposed_ptr,
+    settled_ptr,
     new_score_ptr,
     new_drawn_ptr,
     new_mass_ptr,
     new_proposed_ptr,
-    settled_ptr,
+    new_settled_ptr,
     logits_stride,
     vocab,
     num_chunks,
@@ -82,11 +86,12 @@ def round_kernel(
     has_k = (k > 0) & (k < vocab)
     is_cut = (p < 1.0) | (min_p > 0.0)
     takes_part = is_cut & (temperature > 0.0) & (row_max > float("-inf"))  # pyright: ignore[reportOperatorIssue]
-    if FIRST:
-        if pid_chunk == 0:
-            tl.store(settled_ptr + pid_row, -1)
-    else:
-        takes_part = takes_part & (tl.load(settled_ptr + pid_row) < 0)
+    settled = -1
+    if not FIRST:
+        settled = tl.load(settled_ptr + pid_row)
+        takes_part = takes_part & (settled < 0)
+    if pid_chunk == 0:
+        tl.store(new_settled_ptr + pid_row, settled)
     if has_k | (not takes_part):
         return
     if not FIRST:
@@ -94,7 +99,7 @@ def round_kernel(
         total = tl.sum(sums * tl.exp((maxima - row_max) / temperature), 0)
         if row_settled(mass_ptr, chunk_row, chunks, mask_chunk, p, total):
             if pid_chunk == 0:
-                tl.store(settled_ptr + pid_row, tl.load(proposed_ptr + pid_row))
+                tl.store(new_settled_ptr + pid_row, tl.load(proposed_ptr + pid_row))
             return
     best = tl.load(score_ptr + chunk_row + chunks, mask=mask_chunk, other=float("-inf"))
     _, best_chunk = tl.max(best, 0, return_indices=True)
@@ -137,19 +142,17 @@ def run_rounds(
     score: torch.Tensor,
     drawn: torch.Tensor,
     chunk: int,
-) -> tuple[Proposals, torch.Tensor]:
-    """The last round's proposals, and for each row the id that an earlier round settled on, or -1, [rows] int32.
+) -> Proposals:
+    """What the last round leaves.
 
     Arguments as of sampling.sample; the last ones are what its pass over chunks of `chunk` logits left, [rows, chunks].
     Rows that are greedy, have no filter or have top-k take no part.
     """
     num_rows, num_chunks = chunk_max.shape
-    settled = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    last = Proposals(score, drawn, score, settled)  # the first round reads neither mass nor proposal
+    of_rows = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    last = Proposals(score, drawn, score, of_rows, of_rows)  # the first round reads neither of the last three
     for number in range(NUM_ROUNDS):
-        new = Proposals(
-            torch.empty_like(score), torch.empty_like(drawn), torch.empty_like(score), torch.empty_like(settled)
-        )
+        new = Proposals(*map(torch.empty_like, last))
         round_kernel[(num_rows, num_chunks)](
             logits,
             temperature,
@@ -162,7 +165,6 @@ def run_rounds(
             chunk_sum,
             *last,
             *new,
-            settled,
             logits.stride(0),
             logits.shape[1],
             num_chunks,
@@ -172,4 +174,4 @@ def run_rounds(
             num_warps=4,
         )
         last = new
-    return last, settled
+    return last

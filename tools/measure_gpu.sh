@@ -25,18 +25,22 @@ model+=("${settings[@]}")
 [ -n "$name" ] || { echo "no NVIDIA GPU here (nvidia-smi names none)" >&2; exit 2; }
 mkdir -p "$out"
 # A test that hangs shows where and ends, with its process, as one failure; another project's plugin must not warn.
-tests=(-v -m gpu --dist worksteal -p no:benchmark -o faulthandler_timeout=90 --timeout=120 --timeout-method=thread)
+tests=(-v --dist worksteal -p no:benchmark -o faulthandler_timeout=90 --timeout=120 --timeout-method=thread)
 tests+=(--durations=20)
 failed=0
+
+pass() { # pytest's arguments; processes of one thread, which would wait for each other otherwise
+  OMP_NUM_THREADS=1 timeout 300 "$python" -m pytest "${tests[@]}" "$@"
+}
 
 for part in "$@"; do
   started=$SECONDS
   case "$part" in
-    tests) "$python" -m pytest "${tests[@]}" -n 12 tests/kernels && "$python" -m pytest "${tests[@]}" -n 4 tests/engine ;;
+    tests)
+      pass -n 12 -m gpu tests/kernels && pass -n 4 -m "gpu and not alone" tests/engine && pass -m "gpu and alone" tests/engine ;;
     quantized) # tests, tables; each ends at its own bound
       quantized=0
-      timeout 240 "$python" -m pytest "${tests[@]}" -n 12 tests/kernels/quantized || quantized=1
-      timeout 240 "$python" -m pytest "${tests[@]}" -n 4 tests/engine/quant || quantized=1
+      pass -n 12 -m gpu tests/kernels/quantized && pass -n 4 -m "gpu and not alone" tests/engine/quant || quantized=1
       timeout 120 "$python" -m manta bench kernels --tune attention_decode_codes --write kernels/tuned/nvidia_h200.json ||
         quantized=1
       timeout 280 "$python" -m manta bench quantized --write kernels/tuned/nvidia_h200.json \

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .decision import Considered, CostTerms, RouteRequest, RoutingSettings
-from .load_table import Column, Greatest, Loads, LoadTable, Shown
+from .load_table import Column, Greatest, Loads, LoadTable
 from .prefix_index import Held
 from .replica_view import STEPS_TO_BEGIN
 from .roles import Role
@@ -45,7 +45,10 @@ class CostTable:
         """
         self._request, self._settings, self._views, self._loads = request, settings, fleet.views, loads
         self._shown = fleet.shown()
-        """Of the loads, when the fleet's have changed."""
+        """Of the loads, as they were, when the fleet's have changed."""
+        self._requests, self.noises = self._shown[-2:]
+        """Requests that run and wait where a candidate decodes, and where its prompt is computed; standard errors of
+        its seconds, as far as the steps under way make them. [candidates] each."""
         num_tokens = self._num_tokens = request.num_prompt_tokens + request.num_output_tokens
         self._num_cached: Column | None = None
         if held:  # one token at least is computed
@@ -66,12 +69,12 @@ class CostTable:
         # What decodes lose to the prompt is what its steps take longer than theirs, for each of them.
         lost, weight = settings.interference_weight, settings.decode_weight * request.expected_output_tokens
         lost_a_token = lost * request.expected_output_tokens
-        weights = (weight, num_tokens * weight, num_tokens * lost_a_token, -lost, 0.0), (0.0, 0.0, 0.0, 0.0, lost)
-        alone, prompt_weights = fleet.weighed(np.array(weights))
+        alone = fleet.weighed(np.array((weight, num_tokens * weight, num_tokens * lost_a_token, -lost)))
+        weighed_s = lost * loads.num_decodes
         if self._work_weight:
-            prompt_weights += self._work_weight
-        prompt_weights *= self._prefill_s
-        alone += prompt_weights
+            weighed_s += self._work_weight
+        weighed_s *= self._prefill_s
+        alone += weighed_s
         alone += prompt_s
         if self._num_full is not None:
             alone -= lost * self._num_full * loads.decodes_step_s
@@ -88,10 +91,6 @@ class CostTable:
         """Seconds that candidates are compared by, and until the first token. [candidates]"""
         self.sure_s = prompt_s if request.deadline_s is None else prompt_s + loads.doubt_s
         """The latter, with few exceptions, where there is a deadline to be kept. [candidates]"""
-        self.noises = loads.noise_s
-        """Standard errors of these, as far as the steps under way make them. [candidates]"""
-        self._requests = loads.num_requests
-        """Those that run and wait where a candidate decodes, and where its prompt is computed. [candidates]"""
         if greatest.is_prefill and request.may_detour:
             self._pair_up(able)
 
@@ -147,41 +146,35 @@ class CostTable:
         return level if len(level) == 1 else level[steps_s == np.minimum.reduce(steps_s)]
 
     def terms_of(self, index: int) -> CostTerms:
-        return self._terms_by(index, self._loads)
-
-    def _terms_by(self, index: int, loads: Loads | Shown) -> CostTerms:
         pair = index - self.num_alone
         if pair >= 0:
             assert self._pair_terms is not None
             return CostTerms(self._cached_on(self._pairs[pair][0]), *self._pair_terms[:, pair].tolist())
         settings, num_outputs = self._settings, self._request.expected_output_tokens
+        step_s, context_token_s, context_decodes_s, decodes_step_s, num_decodes, _, _ = self._shown[:, index].tolist()
         prefill_s = self._prefill_s.item(index)
-        context_s = self._num_tokens * loads.context_token_s.item(index)
         num_steps = 1 if self._num_full is None else self._num_full.item(index) + 1
-        lost_s = prefill_s * loads.num_decodes.item(index) - num_steps * loads.decodes_step_s.item(index)
-        lost_s += num_outputs * self._num_tokens * loads.context_decodes_s.item(index)
+        lost_s = prefill_s * num_decodes - num_steps * decodes_step_s
+        lost_s += num_outputs * self._num_tokens * context_decodes_s
         return CostTerms(
             self._cached_on(index),
             self._queue_s.item(index),
             prefill_s,
             0.0,
-            settings.decode_weight * num_outputs * (loads.decode_step_s.item(index) + context_s),
+            settings.decode_weight * num_outputs * (step_s + self._num_tokens * context_token_s),
             settings.interference_weight * lost_s + self._work_weight * prefill_s,
             -settings.affinity_s if index in self._own else 0.0,
         )
 
     def considered(self, latest_s: float) -> list[Considered]:
         """All candidates, the cheapest first; those whose first token may come later than `latest_s` are rejected."""
-        shown, found = Shown._make(self._shown), []
-        if not self._pairs:
-            self.noises, self._requests = shown.noise_s, shown.num_requests
+        found: list[Considered] = []
         for index in np.argsort(self.totals, kind="stable").tolist()[: len(self)]:
-            terms = self._terms_by(index, shown)
             sure_s = self.sure_s.item(index)
             rejected = f"the first token would come in {sure_s:.3g} s" if sure_s > latest_s else None
             found.append(
                 Considered(
-                    *(self.replica_id(index), self.prefill_replica_id(index), terms, rejected),
+                    *(self.replica_id(index), self.prefill_replica_id(index), self.terms_of(index), rejected),
                     num_requests=self.num_requests(index),
                     noise_s=float(self.noises[index]),
                 )

@@ -1,4 +1,7 @@
-"""What routing is asked and what it answers: settings, a request, cost terms, a choice, its candidates. Data only."""
+"""What routing is asked and what it answers: settings, a request, cost terms, a choice, its candidates. Data only.
+
+Of what each decision makes, structs: frozen dataclasses take five times as long to make.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +73,7 @@ class RouteRequest:
     """Replicas that must not take it, such as one that has just refused it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostTerms:
+class CostTerms(msgspec.Struct, frozen=True, gc=False):
     """What a candidate costs, seconds."""
 
     num_cached_tokens: int
@@ -99,8 +103,7 @@ class CostTerms:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Considered:
+class Considered(msgspec.Struct, frozen=True):
     """A candidate, for explanations."""
 
     replica_id: str
@@ -128,8 +131,7 @@ class Narrowing(NamedTuple):
     """That run and wait at the chosen one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Where a request goes, and why."""
 
     replica_id: str
@@ -175,8 +177,7 @@ class NoRoomReason(enum.StrEnum):
     """None would give the first token in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoRoom:
+class NoRoom(msgspec.Struct, frozen=True):
     """No replica takes the request now."""
 
     reason: NoRoomReason

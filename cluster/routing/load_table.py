@@ -21,6 +21,8 @@ from .replica_view import ReplicaView
 # The numbers of a fleet are few for an operation on arrays, so what counts is how many operations there are; of them,
 # methods of arrays that do the same as `reduce` take twice the time of it.
 Column = NDArray[np.float64]
+Rows = NDArray[np.intp] | int | slice
+"""Some of a column's places: of several replicas, of one, or of all."""
 
 NOMINAL = StepCosts(overhead_s=0.005, weights_s=0.0, token_s=1e-3, pair_s=0.0, context_token_s=0.0)
 """A device that nobody has, to weigh prompts and decodes by while nobody's speed is known."""
@@ -60,18 +62,6 @@ class Loads(NamedTuple):
     noise_s: Column
 
 
-class Shown(NamedTuple):
-    """Those of them that explanations need."""
-
-    decode_step_s: Column
-    context_token_s: Column
-    context_decodes_s: Column
-    decodes_step_s: Column
-    num_decodes: Column
-    num_requests: Column
-    noise_s: Column
-
-
 class Greatest(NamedTuple):
     """The greatest numbers of the first columns: whether there is any of what is rare, before it is looked at."""
 
@@ -85,7 +75,7 @@ class Greatest(NamedTuple):
 
 assert Loads._fields == COLUMNS
 assert Greatest._fields == GREATEST_COLUMNS
-assert Shown._fields == SHOWN_COLUMNS == COLUMNS[-len(SHOWN_COLUMNS) :]
+assert COLUMNS[-len(SHOWN_COLUMNS) :] == SHOWN_COLUMNS
 
 
 class LoadTable:
@@ -137,11 +127,11 @@ class LoadTable:
         return self._loads, Greatest._make(map(first.item, range(len(first)), first.argmax(1).tolist()))
 
     def shown(self) -> NDArray[np.float64]:
-        """Of what `columns` gave, a copy of what explanations need: see Shown. [columns, replicas]"""
+        """Of what `columns` gave, a copy of what explanations need: SHOWN_COLUMNS. [columns, replicas]"""
         return self._shown.copy()
 
     def weighed(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums of the columns that are WEIGHED_COLUMNS, by weights of each. [sums, columns] -> [sums, replicas]"""
+        """The sum of the columns that are WEIGHED_COLUMNS, by weights of each. [columns] -> [replicas]"""
         return weights.dot(self._weighed)
 
     def cached_tokens(self, held: Sequence[Held], *, at_most: int) -> Column:
@@ -153,13 +143,18 @@ class LoadTable:
             if known_ids is not replica_ids:
                 if len(self._rows_of) >= MAX_KEPT_SETS:
                     self._rows_of.clear()
-                found = [row for one in replica_ids if (row := self._row_of.get(one)) is not None]
-                rows = found[0] if len(found) == 1 else np.array(found, dtype=np.intp)
+                rows = self._find_rows(replica_ids)
                 self._rows_of[id(replica_ids)] = replica_ids, rows
             tokens[rows] = min(num_blocks, most) * block_size
         if self._has_unknown:
             tokens[[row for row, view in enumerate(self.views) if view.costs is None]] = 0.0
         return tokens
+
+    def _find_rows(self, replica_ids: Iterable[str]) -> Rows:
+        found = [row for one in replica_ids if (row := self._row_of.get(one)) is not None]
+        if len(found) == 1:
+            return found[0]
+        return slice(None) if len(found) == len(self.views) else np.array(found, dtype=np.intp)
 
     def _move(self, views: tuple[ReplicaView, ...]) -> None:
         self._arrange(views)
@@ -176,6 +171,6 @@ class LoadTable:
         self._has_unknown = False
         """Whether some replica's costs are not known, by the last `columns`."""
         self._row_of: Mapping[str, int] = {view.replica_id: row for row, view in enumerate(views)}
-        self._rows_of: dict[int, tuple[tuple[str, ...] | None, NDArray[np.intp] | int]] = {}
+        self._rows_of: dict[int, tuple[tuple[str, ...] | None, Rows]] = {}
         """Sets of replicas that were met lately, and their rows, by the sets' identities: the index gives the same
         objects again, whose hash takes longer than all else here."""

@@ -45,9 +45,9 @@ GREATEST_COLUMNS = ("is_prefill", "waits", "num_too_many", "ready_at_s", "minus_
 """What a decision asks of all replicas at once, the greatest of each: whether one only computes prompts, whether it has
 prompts waiting, by how many requests it would have too many with one more, when it became ready; and with turned signs
 when it was heard last and the prompt tokens of its steps."""
-WEIGHED_COLUMNS = ("decode_step_s", "context_token_s", "context_decodes_s", "decodes_step_s", "num_decodes")
+WEIGHED_COLUMNS = ("decode_step_s", "context_token_s", "context_decodes_s", "decodes_step_s")
 """What counts in proportion to the numbers of a request: see CostTable."""
-SHOWN_COLUMNS = (*WEIGHED_COLUMNS, "num_requests", "noise_s")
+SHOWN_COLUMNS = (*WEIGHED_COLUMNS, "num_decodes", "num_requests", "noise_s")
 """What explanations need of each replica when a decision is over."""
 COLUMNS = (
     *GREATEST_COLUMNS,

@@ -66,11 +66,15 @@ def decide(
     loads, greatest = table.columns()
     if greatest.is_prefill and np.minimum.reduce(loads.is_prefill):  # all: better they than nobody
         loads, greatest = loads._replace(is_prefill=np.zeros(len(views))), greatest._replace(is_prefill=0.0)
-    fleet = _Fleet(request, views, loads, greatest, now_s, settings.ramp_s)
-    if not fleet.can_decode:
-        return fleet.no_room(is_known=is_known)
+    able: Sequence[int] = range(len(views))
+    unable: tuple[Considered, ...] = ()
+    if not _all_may(request, greatest, now_s, settings.ramp_s):
+        fleet = _Fleet(request, views, loads, greatest, now_s, settings.ramp_s)
+        if not fleet.can_decode:
+            return fleet.no_room(is_known=is_known)
+        able, unable = fleet.able, fleet.unable
     held = index.match_sets(request.block_hashes)
-    costs = CostTable(request, table, loads, greatest, fleet.able, held, now_s=now_s, settings=settings)
+    costs = CostTable(request, table, loads, greatest, able, held, now_s=now_s, settings=settings)
     latest_s = math.inf  # seconds that nobody has are no reason to refuse
     if is_known:
         latest_s = settings.max_wait_s
@@ -78,7 +82,7 @@ def decide(
             latest_s = min(latest_s, request.deadline_s - now_s)
 
     def considered() -> tuple[Considered, ...]:
-        return (*costs.considered(latest_s), *fleet.unable)
+        return (*costs.considered(latest_s), *unable)
 
     totals, sure_s = costs.totals, costs.sure_s
     if costs.has_pairs and _must_detour(request, settings):
@@ -101,6 +105,13 @@ def decide(
         not is_known,
         considered,
     )
+
+
+def _all_may(request: RouteRequest, greatest: Greatest, now_s: float, ramp_s: float) -> bool:
+    """Whether every replica may take the whole request, as is usual."""
+    if greatest.is_prefill or greatest.num_too_many > 0 or now_s - greatest.ready_at_s < ramp_s:
+        return False
+    return request.model_name is None and not request.excluded
 
 
 def _must_detour(request: RouteRequest, settings: RoutingSettings) -> bool:

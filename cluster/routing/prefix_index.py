@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from manta.engine.prefix_cache import CacheEvents
 
@@ -21,11 +21,8 @@ SWEEP_SIZE = 4096
 """Hashes that one call of `expire` cleans of replicas that are gone."""
 
 
-class Held(NamedTuple):
-    """Replicas that hold so many of a prompt's first blocks."""
-
-    replica_ids: tuple[str, ...]
-    num_blocks: int
+Held: TypeAlias = tuple[tuple[str, ...], int]
+"""Ids of replicas, and how many of a prompt's first blocks each of them holds."""
 
 
 class _Replica:
@@ -137,7 +134,7 @@ class PrefixIndex:
     def match_sets(self, hashes: Sequence[bytes]) -> list[Held]:
         """The same, for sets of replicas. Of a replica that is in several of them the last one says it."""
         found: list[Held] = []
-        get, live, num_blocks = self._masks.get, self._live, len(hashes)
+        get, ids_of, live, num_blocks = self._masks.get, self._ids_of.get, self._live, len(hashes)
         if not num_blocks or not get(hashes[0], 0) & live:
             return found
         whole = get(hashes[-1], 0) & live
@@ -148,7 +145,8 @@ class PrefixIndex:
             while mask != least:
                 if high - low == 1:
                     if low:  # all, in one go: those that go on are noted again later
-                        self._note(found, mask if mask == live else mask ^ least, low)
+                        ended = mask if mask == live else mask ^ least
+                        found.append((ids_of(ended) or self._ids(ended), low))
                     break
                 middle = (low + high) // 2
                 between = get(hashes[middle - 1], 0) & mask | least
@@ -156,7 +154,7 @@ class PrefixIndex:
                     parts.append((middle, between, high, least))
                 high, least = middle, between
         if whole:
-            self._note(found, whole, num_blocks)
+            found.append((ids_of(whole) or self._ids(whole), num_blocks))
         return found
 
     def expire(self, now_s: float) -> None:
@@ -219,13 +217,12 @@ class PrefixIndex:
             self._retired ^= swept
             self._free_bits.extend(_bits(swept))
 
-    def _note(self, found: list[Held], mask: int, num_blocks: int) -> None:
-        ids = self._ids_of.get(mask)
-        if ids is None:
-            if len(self._ids_of) >= MAX_KEPT_SETS:
-                self._ids_of.clear()
-            ids = self._ids_of[mask] = tuple(self._by_bit[bit].replica_id for bit in _bits(mask))
-        found.append(Held(ids, num_blocks))
+    def _ids(self, mask: int) -> tuple[str, ...]:
+        """Of a mask that was not met lately."""
+        if len(self._ids_of) >= MAX_KEPT_SETS:
+            self._ids_of.clear()
+        ids = self._ids_of[mask] = tuple(self._by_bit[bit].replica_id for bit in _bits(mask))
+        return ids
 
     def _expect(self, replica: _Replica, hashes: Sequence[bytes], until_s: float) -> None:
         masks, bit, expected = self._masks, replica.bit, replica.expected

@@ -14,8 +14,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from manta.kernels import runtime
-from manta.kernels.dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
+from manta.kernels import dependent_launch, runtime
+from manta.kernels.dependent_launch import (
+    has_dependent_launch,
+    let_successor_start,
+    prefetch_rows,
+    wait_for_predecessor,
+)
 from manta.kernels.gemm import GemmTiles, can_tile, store_tile
 from manta.kernels.gemm_skinny import store_transposed
 from manta.kernels.gemv import gemv_reference
@@ -55,7 +60,7 @@ def eight_bit_reference(
     return out if residual is not None else out.to(dtype)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows", "prefetch_bytes"])
 def _swapped_kernel(
     x_ptr,
     weight_ptr,
@@ -70,6 +75,7 @@ def _swapped_kernel(
     k_size,
     k_per_split,
     out_stride,
+    prefetch_bytes,
     GROUPED: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -92,11 +98,13 @@ def _swapped_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = row + offs_m < num_rows
-    weight_tile = weight_ptr + rows_n.to(tl.int64)[:, None] * k_size + offs_k[None, :]
+    weight_rows = weight_ptr + rows_n.to(tl.int64) * k_size
+    weight_tile = weight_rows[:, None] + offs_k[None, :]
     x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * k_size + offs_k[:, None]
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, k_size)
     if PDL:
+        prefetch_rows(weight_rows + begin, weight_ptr + n_size.to(tl.int64) * k_size, prefetch_bytes)
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUPED else SUM)
     for start in range(begin, end, BLOCK_K):
@@ -206,7 +214,9 @@ def swapped_product(
 ) -> torch.Tensor:
     """Return x W^T + b in `dtype` for quantized `rows` [M, K] and an int8 or FP8 `weight` that `can_multiply`.
 
-    `gated` and `residual` [M, N] as in `gemv`. int8 sums are exact; e4m3 sums have the tensor core's precision.
+    `gated` and `residual` [M, N] as in `gemv`. int8 sums are exact. e4m3 sums have the tensor core's precision, some 14
+    bits: on an H200 a relative error of 0.13 % for K = 4,096 and 0.29 % for 14,336, as torch's `use_fast_accum` has
+    (rounding to bfloat16: 0.17 %). Adding each 128 in fp32 avoids it, for 1.3 to 1.8 times the time of 2,048 rows.
     The same inputs give the same bits in each run. Specification: `eight_bit_reference`.
     """
     num_rows, k_size, n_size, out = _prepare(rows, weight, dtype, gated, residual)
@@ -230,6 +240,7 @@ def swapped_product(
         k_size,
         triton.cdiv(triton.cdiv(k_size, block_k), splits) * block_k,
         out.stride(0),
+        dependent_launch.PREFETCH_BYTES,
         GROUPED=grouped,
         GATED=gated,
         RESIDUAL=residual is not None,

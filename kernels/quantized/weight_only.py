@@ -13,8 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from manta.kernels import runtime
-from manta.kernels.dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
+from manta.kernels import dependent_launch, runtime
+from manta.kernels.dependent_launch import (
+    has_dependent_launch,
+    let_successor_start,
+    prefetch_rows,
+    wait_for_predecessor,
+)
 from manta.kernels.gemm_skinny import store_transposed
 from manta.kernels.gemv import gemv_reference
 from manta.kernels.runtime import jit
@@ -50,7 +55,7 @@ def weight_only_reference(
     return gemv_reference(x, dequantize(weight), bias, gated=gated, residual=residual)
 
 
-@jit(do_not_specialize=["num_rows", "steps_per_split"])
+@jit(do_not_specialize=["num_rows", "steps_per_split", "prefetch_bytes"])
 def _weight_only_kernel(
     x_ptr,
     weight_ptr,
@@ -67,6 +72,7 @@ def _weight_only_kernel(
     steps_per_split,
     x_stride,
     out_stride,
+    prefetch_bytes,
     IS_INT4: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -96,11 +102,13 @@ def _weight_only_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_j = tl.arange(0, PLANE)
     mask_m = (row + offs_m < num_rows)[None, :]
-    weight_tile = weight_ptr + rows_n.to(tl.int64)[:, None] * weight_stride + offs_j[None, :]
+    weight_rows = weight_ptr + rows_n.to(tl.int64) * weight_stride
+    weight_tile = weight_rows[:, None] + offs_j[None, :]
     x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * x_stride + offs_j[:, None]
     first = split * steps_per_split
     last = tl.minimum(first + steps_per_split, tl.cdiv(k_size, STEP_K))
     if PDL:
+        prefetch_rows(weight_rows + first * PLANE, weight_ptr + n_size.to(tl.int64) * weight_stride, prefetch_bytes)
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first, last):
@@ -205,6 +213,7 @@ def weight_only_product(
         triton.cdiv(steps, splits),
         x.stride(0),
         out.stride(0),
+        dependent_launch.PREFETCH_BYTES,
         IS_INT4=is_int4,
         ONE_GROUP=one_group,
         GROUP=0 if one_group else weight.group,

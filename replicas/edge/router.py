@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from prometheus_client.core import Metric
 
 from manta.cluster.routing.admission import Offer, Tenant
@@ -336,7 +337,7 @@ class ChannelRouter:
         if pair not in self._mismatched:
             self._mismatched.add(pair)
             logger.error("KV cannot go from replica %s to replica %s: %s", *pair, why)
-        return replace(decision, prefill_replica_id=None)
+        return msgspec.structs.replace(decision, prefill_replica_id=None)
 
     def _began(self, attempt: Attempt, delta: RequestDelta) -> None:
         """Its first delta came."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from manta.bench import kernel_decode, kernel_decode_tuning, kernel_prefill, kernel_timing, kernels
+from manta.bench import (
+    kernel_decode,
+    kernel_decode_tuning,
+    kernel_prefetch,
+    kernel_prefill,
+    kernel_timing,
+    kernels,
+)
 from manta.bench.kernel_timing import Calls, ModelShape, Peaks
 from manta.engine.errors import ConfigError
-from manta.kernels import decode_schedule
+from manta.kernels import decode_schedule, dependent_launch
 
 SMALL = ModelShape("8b", hidden=64, inter=96, heads=4, kv_heads=2, dim=16, vocab=300)
 CPU = torch.device("cpu")
@@ -157,3 +165,31 @@ def test_shared_prefix_tuning_finds_the_fastest(monkeypatch: pytest.MonkeyPatch)
     )
     found = kernel_decode_tuning.tune_shared_prefix(Peaks(1e12, 1e14), CPU)
     assert found == {shape.key: {"block_m": 64, "tile": 128, "num_warps": 4, "num_stages": 3}}
+
+
+def test_a_section_that_fails_leaves_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> Iterator[kernel_timing.Line]:
+        raise RuntimeError("an illegal memory access")
+        yield
+
+    line = kernel_timing.Line("norm", "1 rows", 2.0, 1.0, 0.5, None, None, None)
+    monkeypatch.setattr(kernels, "SECTIONS", {"good": lambda *args: iter([line]), "bad": fails})
+    monkeypatch.setattr(kernels, "_device", lambda: CPU)
+    monkeypatch.setattr(kernels, "measure_peaks", lambda device: Peaks(1e12, 1e14))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+    path = tmp_path / "kernels.json"
+    with pytest.raises(RuntimeError, match="illegal"):
+        kernels.run(path)
+    assert json.loads(path.read_text())["figures"]["norm_1_rows_us"] == 2.0
+
+
+def test_products_of_a_layer_run_in_turn_and_ask_for_their_weights_only_then() -> None:
+    asked: list[tuple[str, int]] = []
+    calls = [
+        [lambda name=name: asked.append((name, dependent_launch.PREFETCH_BYTES)) for name in names]
+        for names in ("ab", "x")
+    ]
+    for call in kernel_prefetch._in_turn(calls):
+        kernel_prefetch._with_prefetch(512, call)
+    assert asked == [("a", 512), ("x", 512), ("b", 512), ("x", 512)]
+    assert dependent_launch.PREFETCH_BYTES == 0

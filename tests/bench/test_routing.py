@@ -54,6 +54,13 @@ def test_the_hot_prefix_has_its_share() -> None:
     assert hot / 2000 == pytest.approx(share_of_first(made), abs=0.03)
 
 
+def test_of_the_hot_prefix_s_load_any_number_is_made_and_a_longer_one_begins_as_a_shorter_one() -> None:
+    usual = ZipfPrefixes().num_requests
+    longer, shorter = (find_load("zipf", limit=usual + more, longest=131_072).requests for more in (10, 0))
+    assert len(longer) == usual + 10
+    assert longer[:usual] == shorter
+
+
 def test_a_load_without_arrival_times_has_no_rate() -> None:
     with pytest.raises(ConfigError, match="no arrival times"):
         Load("still", (a_request("a"),), 512).at_rate(1.0)

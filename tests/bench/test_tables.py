@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md are those that the results make."""
+"""The tables of the documents are those that the results make."""
 
 from __future__ import annotations
 
@@ -80,6 +80,21 @@ def test_tables_are_filled_in_place(tmp_path: Path) -> None:
 
 
 def test_the_document_s_tables_are_up_to_date() -> None:
-    text = tables.DOCUMENT.read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- table ([\w ]+) -->", text)) == set(tables.TABLES)
-    assert tables.fill(text, tables.RESULTS) == text, "run python -m manta.bench.tables"
+    texts = [document.read_text(encoding="utf-8") for document in tables.DOCUMENTS]
+    assert set(re.findall(r"<!-- table ([\w ]+) -->", "".join(texts))) == set(tables.TABLES)
+    for text in texts:
+        assert tables.fill(text, tables.RESULTS) == text, "run python -m manta.bench.tables"
+
+
+def test_layers_are_summed_and_a_missing_part_leaves_a_gap() -> None:
+    line = {"scheme": "linear_fp8", "rows": 16, "us": 10.0, "floor_us": 5.0, "bf16_us": 20.0, "torch_us": 15.0}
+    products = {"product_us": 8.0, "library_product_us": 10.0}
+    lines = [{**line, **products, "library_us": 12.0}, {**line, **products, "library_us": None}]
+    assert tables.quantized_layers({"lines": lines})[1:] == [
+        ["`fp8`", "16", "20.0", "0.50", "2.00", "1.50", "", "1.25"]
+    ]
+
+
+def test_a_quantized_engine_stands_beside_bf16_of_the_same_run() -> None:
+    figures = {"b1_tpot_ms": 2.0, "bf16_b1_tpot_ms": 4.0, "bf16_b1_tpot_ms_over_vllm": 0.8, "startup_s": 3.0}
+    assert tables.beside_bf16({"figures": figures})[1:] == [["`b1_tpot_ms`", "2", "4", "0.5"]]

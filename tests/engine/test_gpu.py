@@ -276,6 +276,7 @@ def test_results_carry_the_devices_times(tiny: tuple[Path, Any]):
     driver.built.runner.close()
 
 
+@pytest.mark.alone
 def test_the_cache_fills_its_share_of_memory_and_the_largest_step_fits(tiny: tuple[Path, Any]):
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     fraction = min(0.5, 0.8 * free_bytes / total_bytes)
@@ -308,6 +309,7 @@ def test_nothing_warns(tiny: tuple[Path, Any]):
         built.runner.close()
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not HAS_ROOM, reason="needs 40 GiB of GPU memory")
 def test_a_dummy_of_llama_8b_runs_at_its_full_sizes():
     built = build(

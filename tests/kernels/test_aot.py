@@ -161,10 +161,10 @@ def small_configs(capability: int) -> list[Config]:
         "out_ptr": "*i64",
     }
     chunks |= dict.fromkeys(("chunk_id_ptr", "candidate_id_ptr", "chunk_count_ptr"), "*i32")
-    chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64", "settled_ptr": "*i32"}
+    chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64"}
     for prefix in ("", "new_"):
         chunks |= {f"{prefix}{name}_ptr": "*fp32" for name in ("score", "mass")}
-        chunks |= {f"{prefix}{name}_ptr": "*i32" for name in ("drawn", "proposed")}
+        chunks |= {f"{prefix}{name}_ptr": "*i32" for name in ("drawn", "proposed", "settled")}
 
     def sampling_config(name: str, kernel: Any, num_warps: int, constants: dict[str, Any]) -> Config:
         types = {arg: chunks[arg] for arg in kernel.arg_names if arg in chunks}

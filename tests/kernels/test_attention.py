@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from manta.kernels import attention_decode as decode
 from manta.kernels import attention_prefill as prefill
 from manta.kernels import kv_cache
+from tests.kernels.paged import random_caches
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -56,18 +57,18 @@ def make_batch(case: Case, device: torch.device, *, padding_tokens: int = 0) -> 
     pages = [-(-length // case.page) for length in lengths]
     num_blocks = sum(pages) + 1
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
-    caches = torch.full((2, num_blocks, case.page, case.kv_heads, case.dim), torch.nan)
+    filled = [0] * num_blocks
     table = torch.zeros(len(lengths), max(pages) + 3, dtype=torch.int32)
     for row, (length, count) in enumerate(zip(lengths, pages, strict=True)):
         for index in range(count):
-            block = table[row, index] = free.pop()
-            filled = min(case.page, length - index * case.page)
-            caches[:, block, :filled] = torch.randn(2, filled, case.kv_heads, case.dim)
+            block = free.pop()
+            table[row, index] = block
+            filled[block] = min(case.page, length - index * case.page)
     queries = [count for count, _ in case.sequences]
     query_start = torch.tensor([0, *queries]).cumsum(0).int()
     # q is a view of a fused projection, as in the engine.
     fused = torch.randn(sum(queries) + padding_tokens, case.heads + 2 * case.kv_heads, case.dim)
-    caches = caches.to(device, case.dtype)
+    caches = random_caches(filled, case.page, case.kv_heads, case.dim, case.dtype, device)
     return Batch(
         fused.to(device, case.dtype)[:, : case.heads],
         caches[0],

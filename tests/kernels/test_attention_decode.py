@@ -15,6 +15,7 @@ from manta.kernels import attention_decode as decode
 from manta.kernels import attention_shared_prefix as shared
 from manta.kernels import decode_schedule, runtime
 from manta.kernels.decode_schedule import DecodeConfig, DecodeShape, DecodeWorkspace
+from tests.kernels.paged import random_caches
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -64,11 +65,11 @@ class Batch:
 def make_batch(case: Case, device: torch.device) -> Batch:
     """Random batch in a table of more rows. Slots that no token wrote are NaN; unused entries name a block of NaN."""
     num_rows, page = len(case.lengths), case.page
-    members = case.members or ()
+    members: tuple[int, ...] = case.members or ()
     pages = [-(-length // page) for length in case.lengths]
     num_blocks = sum(pages) + 1
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
-    caches = torch.full((2, num_blocks, page, case.kv_heads, case.dim), torch.nan)
+    filled = [0] * num_blocks
     table = torch.zeros(num_rows + 2, max(pages) + 3, dtype=torch.int32)
     table_rows = torch.randperm(num_rows + 2)[:num_rows].int()
     for row in (*members[:1], *(row for row in range(num_rows) if row not in members[:1])):
@@ -77,12 +78,12 @@ def make_batch(case: Case, device: torch.device) -> Batch:
             if row in members[1:] and index < case.prefix // page:
                 table[table_rows[row], index] = table[table_rows[members[0]], index]
                 continue
-            block = table[table_rows[row], index] = free.pop()
-            filled = min(page, length - index * page)
-            caches[:, block, :filled] = torch.randn(2, filled, case.kv_heads, case.dim)
+            block = free.pop()
+            table[table_rows[row], index] = block
+            filled[block] = min(page, length - index * page)
     # q is a view of a fused projection, as in the engine.
     fused = torch.randn(num_rows, case.heads + 2 * case.kv_heads, case.dim)
-    caches = caches.to(device, case.dtype)
+    caches = random_caches(filled, page, case.kv_heads, case.dim, case.dtype, device)
     is_member = torch.tensor([row in members for row in range(num_rows)])
     return Batch(
         fused.to(device, case.dtype)[:, : case.heads],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,3 +65,17 @@ def test_what_a_compilation_raises_is_raised_and_launches_are_launches_again() -
     assert JITFunction.run is run
     with compiling_only(1):  # the mode can be entered again
         launch(100)
+
+
+def test_what_launches_a_kernel_is_built_by_the_threads_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, str]] = []
+
+    def launcher(source: Any, metadata: Any) -> None:
+        built.append((metadata.name, threading.current_thread().name))
+
+    monkeypatch.setattr(triton.runtime.driver.active, "launcher_cls", launcher, raising=False)
+    with compiling_only(2):
+        launch(100, block=512)
+        launch(100, block=1024)
+    assert [name for name, _ in built] == ["_scale_kernel"] * 2
+    assert all(thread.startswith("manta-compile") for _, thread in built)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -289,10 +291,10 @@ def test_rounds_settle_rows_as_the_full_search_does(
     searched = []
     run = sampling_rounds.run_rounds
 
-    def noted(*args: object, **kwargs: object) -> tuple[sampling_rounds.Proposals, torch.Tensor]:
-        last, settled = run(*args, **kwargs)  # pyright: ignore[reportArgumentType]
-        searched.append(int((settled < 0).sum()))
-        return last, settled
+    def noted(*args: object, **kwargs: object) -> sampling_rounds.Proposals:
+        last = run(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        searched.append(int((last.settled < 0).sum()))
+        return last
 
     monkeypatch.setattr(sampling, "run_rounds", noted)
     rows = make_rows(torch.randn(16, 2500, device=device), top_p=0.5)  # flat: hundreds of tokens are kept
@@ -300,3 +302,36 @@ def test_rounds_settle_rows_as_the_full_search_does(
     assert (searched[0] == 16) if num_rounds == 1 else (searched[0] < 4)
     rows = make_rows(torch.randn(8, 2500, device=device), top_p=0.9, min_p=0.2)
     assert_agrees(rows, draw(rows))
+
+
+def test_a_round_writes_nothing_that_it_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a program of a row that another one settles meanwhile goes on with some of its warps only."""
+    kernel: Any = sampling_rounds.round_kernel
+    launches: list[dict[str, object]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def launch(*args: object, **kwargs: object) -> object:
+                launches.append(dict(zip(kernel.arg_names, args, strict=False)))
+                return kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(sampling_rounds, "round_kernel", Noted())
+    rows = make_rows(torch.randn(3, 2500, device=device), top_p=0.9)
+    assert_agrees(rows, draw(rows))
+    assert len(launches) == sampling_rounds.NUM_ROUNDS
+    for launch in launches:
+        places = {name: arg.data_ptr() for name, arg in launch.items() if isinstance(arg, torch.Tensor)}
+        written = {place for name, place in places.items() if name.startswith("new_")}
+        assert len(written) == 5
+        assert not written & {place for name, place in places.items() if not name.startswith("new_")}
+
+
+@pytest.mark.gpu
+def test_many_draws_of_many_rows_are_the_same_each_time(device: torch.device) -> None:
+    rows = make_rows(torch.randn(64, 128_256, device=device), top_p=0.95)
+    first = draw(rows)
+    assert_agrees(rows, first)
+    again = torch.stack([draw(rows) for _ in range(300)])
+    assert bool((again == first).all())

@@ -357,6 +357,7 @@ def test_a_target_that_is_killed_while_we_send_leaves_this_process_unharmed(ours
         equal(source.whole(blocks), blocks)
 
 
+@pytest.mark.alone
 def test_no_gpu_memory_stays_behind_when_endpoints_close():
     blocks = random_blocks(EVEN, num_blocks=10, block_size=7)
 

@@ -62,6 +62,7 @@ def test_the_demo_model_gives_the_same_tokens_over_ranks_of_one_gpu(tp_size: int
     torch.testing.assert_close(gang.logprobs, alone.logprobs, rtol=0, atol=1e-3)
 
 
+@pytest.mark.alone
 def test_ranks_that_share_a_gpu_share_its_memory():
     shape = random_shape(q=8, kv=2)
 

@@ -121,6 +121,7 @@ def test_rows_that_share_a_prefix_give_the_tokens_of_rows_that_do_not(
     assert found[0] == found[1]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kv_cache", KV_DTYPES)
 def test_as_much_memory_holds_more_blocks(tiny: Path, kv_cache: str):
     free_bytes, total_bytes = torch.cuda.mem_get_info()

@@ -119,10 +119,16 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
     for resources in found.values():
         assert_fits(resources)
     product = found[
-        "_weight_only_kernel" if scheme.activations is None else
+        "_weight_only_kernel" if isinstance(tiles, weight_only.WeightOnlyTiles) else
         "_swapped_kernel" if isinstance(tiles, eight_bit.SwappedTiles) else "_tiled_kernel"
     ].instructions  # fmt: skip
-    wanted = "HGMMA" if scheme.activations is None else "IGMMA" if scheme.format is Format.INT8 else "QGMMA"
+    wanted = (
+        "HGMMA"
+        if isinstance(tiles, weight_only.WeightOnlyTiles)
+        else "IGMMA"
+        if scheme.format is Format.INT8
+        else "QGMMA"
+    )
     assert product[wanted] > 0 or (product["HMMA"] > 0 and tiles.block_m == 8)
     if isinstance(tiles, weight_only.WeightOnlyTiles) and tiles.inline_ptx:
         assert product["I2F"] == product["I2FP"] == 0, "numbers are unpacked by bit operations"

@@ -41,7 +41,12 @@ def check(
     actual = product(quantized, weight, bias, dtype=dtype, tiles=tiles, gated=gated, residual=residual)
     assert actual.dtype == dtype
     tolerance = 2e-3 if dtype == torch.float16 else 1e-2
+    allowed_error = 2.5e-3
+    if weight.format is Format.FP8 and weight.group >= weight.in_features and weight.weight.is_cuda:
+        tolerance, allowed_error = 5e-2, 6e-3  # what the tensor core's sums lose, see `swapped_product`
     assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) < allowed_error
     assert residual is None or actual is residual
 
 

@@ -51,7 +51,7 @@ SHAPES = [
             (8, 28672, 4096, WeightOnlyTiles(64, 8, 128, 4, 3, 1)),
             (16, 4096, 14336, WeightOnlyTiles(64, 16, 128, 4, 3, 8)),
             (64, 4096, 4096, WeightOnlyTiles(64, 64, 128, 4, 3, 2)),
-            (200, 4096, 4096, WeightOnlyTiles(128, 128, 64, 8, 3, 1)),
+            (200, 4096, 4096, WeightOnlyTiles(128, 128, 64, 8, 2, 1)),
         )
     ),
 ]  # fmt: skip
