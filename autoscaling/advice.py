@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from manta.cluster.scaling import Decided
 
-from .policy import Decision, Policy, PolicySettings
+from .policy import Decision, Policy
+from .policy_settings import PolicySettings
 from .signals import Counters, FleetSnapshot, PoolState
 
 

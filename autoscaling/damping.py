@@ -1,7 +1,8 @@
 """When fewer replicas may be asked for: after a quiet window, which grows where falling was regretted. Pure; no clock.
 
 A target that has to rise again soon after it fell was lowered too early, as bursts that come back do it: the window
-doubles, up to some times its length, and halves again when nothing was regretted for long.
+doubles, up to some times its length, and halves again when nothing was regretted for long. For half an hour nothing
+falls then on what the error budget could pay: it was tried.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass, replace
 
 MOST_FACTOR = 5.0
 """The longest window, over the configured one; so long after a fall a rise is a regret, too."""
+REMEMBERED_S = 1800.0
+"""For so long a regret is known."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Damping:
     fell_at_s: float = -math.inf
     """The last fall that nothing was said of yet."""
     regretted_at_s: float = -math.inf
+    """When the window last became longer, or shorter."""
+    last_regret_s: float = -math.inf
 
     def need(self, num_replicas: int, now_s: float, *, quiet_s: float) -> Damping:
         """So many are needed now."""
@@ -40,7 +45,11 @@ class Damping:
         if now_s - self.fell_at_s > MOST_FACTOR * quiet_s:
             return self
         factor = min(2 * self.factor, MOST_FACTOR)
-        return replace(self, factor=factor, fell_at_s=-math.inf, regretted_at_s=now_s)
+        return replace(self, factor=factor, fell_at_s=-math.inf, regretted_at_s=now_s, last_regret_s=now_s)
+
+    def is_regretted(self, now_s: float) -> bool:
+        """Whether a fall was regretted not long ago."""
+        return now_s - self.last_regret_s < REMEMBERED_S
 
     def fell(self, now_s: float) -> Damping:
         """The target falls now."""

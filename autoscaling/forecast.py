@@ -94,18 +94,22 @@ class Bursts:
 NO_BURSTS = Bursts()
 
 
-def forecast(samples: Samples, bursts: Bursts = NO_BURSTS, *, horizon_s: float) -> Forecast:
-    """What is to be expected in `horizon_s`, by what was learned of bursts."""
-    recent, short = samples.rate(MIDDLE_S), samples.rate(SHORT_S)
+def forecast(
+    samples: Samples, bursts: Bursts = NO_BURSTS, *, horizon_s: float, patience_s: float = SHORT_S
+) -> Forecast:
+    """What is to be expected in `horizon_s`, by what was learned of bursts. Where requests may wait for `patience_s`,
+    what is over sooner is worked off meanwhile, and no burst."""
+    short_s = min(max(patience_s, SHORT_S), MIDDLE_S)
+    recent, short = samples.rate(MIDDLE_S), samples.rate(short_s)
     if recent is None or short is None or samples.times_s[-1] - samples.times_s[0] < LEAST_S:
         return Forecast()
     window_s = _steady_s(samples)
     level = samples.rate(window_s) or 0.0
-    before = _rate_before(samples)
-    num_expected = before * SHORT_S
+    before = _rate_before(samples, short_s)
+    num_expected = before * short_s
     # The level before is itself known from so many arrivals only.
-    sigma = math.sqrt(num_expected * (1 + SHORT_S / MIDDLE_S) + 1)
-    is_burst = short * SHORT_S > num_expected + BURST_SIGMAS * sigma + 1
+    sigma = math.sqrt(num_expected * (1 + short_s / MIDDLE_S) + 1)
+    is_burst = short * short_s > num_expected + BURST_SIGMAS * sigma + 1
     # A rate that has jumped does not go on rising as fast.
     is_jump = is_burst or samples.times_s[-1] - bursts.last_s < MIDDLE_S
     expected = level if is_jump else level + _trend(samples) * (horizon_s + window_s / 2)
@@ -126,13 +130,13 @@ def _steady_s(samples: Samples) -> float:
     return window_s
 
 
-def _rate_before(samples: Samples) -> float:
-    """Over the window before the shortest."""
+def _rate_before(samples: Samples, short_s: float) -> float:
+    """Over the window before the last `short_s`."""
     times_s, counts, end = samples.times_s, samples.counts, samples.times_s[-1]
-    last = bisect_right(times_s, end - SHORT_S + 1e-9) - 1
-    first = bisect_left(times_s, end - SHORT_S - MIDDLE_S - 1e-9)
+    last = bisect_right(times_s, end - short_s + 1e-9) - 1
+    first = bisect_left(times_s, end - short_s - MIDDLE_S - 1e-9)
     if last < 1:
-        return samples.rate(SHORT_S) or 0.0
+        return samples.rate(short_s) or 0.0
     if first >= last:
         return samples.rate(MIDDLE_S) or 0.0
     return (counts[last] - counts[first]) / (times_s[last] - times_s[first])

@@ -16,7 +16,8 @@ from manta.cluster.routing.roles import Role
 from manta.cluster.scaling import Decided, EdgeSignals, PoolSignals, PoolStatus, ReasonCode, ScalingStatus
 
 from .budget import ModelAsk, own_budget
-from .policy import Decision, Policy, PolicySettings
+from .policy import Decision, Policy
+from .policy_settings import PolicySettings
 from .signals import EdgeSums, FleetSnapshot, PoolState
 
 MOST_DECIDED = 500

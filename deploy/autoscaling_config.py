@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from manta.autoscaling.policy import PolicySettings
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.cluster.slo import Slo
 from manta.engine.config import Section
 
@@ -47,7 +47,12 @@ class AutoscalingConfig(Section):
     )
     quiet_s: float = Field(default=120.0, ge=0, description="so long fewer must have been enough before some stop")
     to_zero_s: float = Field(default=300.0, gt=0, description="so long no request came before the last one stops")
-    headroom: float = Field(default=1.05, ge=0.5, le=5, description="replicas are provided for so many times the rate")
+    headroom: float = Field(
+        default=1.05,
+        ge=0.5,
+        le=5,
+        description="replicas are provided for so many times the rate, and for less where the error budget pays for it",
+    )
 
     @field_validator("max_replicas")
     @classmethod

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from manta.autoscaling.capacity import ReplicaSize, Work, load
-from manta.autoscaling.policy import Decision, Policy, PolicySettings
+from manta.autoscaling.policy import Decision, Policy
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.autoscaling.signals import Counters, FleetSnapshot, PoolState
 from manta.autoscaling.slo import Slo
 from manta.cluster.routing.roles import Role

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manta.autoscaling.policy import Decision, Policy, PolicySettings
+from manta.autoscaling.policy import Decision, Policy
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.autoscaling.role_changes import RoleChange
 from manta.autoscaling.signals import FleetSnapshot
 from manta.autoscaling.simulator.elastic import Failure

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from manta.autoscaling.policy import Policy, PolicySettings, PolicyState, is_breach
+from manta.autoscaling.outlook import is_breach
+from manta.autoscaling.policy import Policy, PolicyState
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.autoscaling.role_changes import RoleChange
 from manta.autoscaling.signals import Counters, FleetSnapshot, PoolState
 from manta.cluster.routing.roles import Role
@@ -95,7 +97,7 @@ def steadily(pool: PoolState, *, rate: int, num_late: int = 0, seconds: int = 30
 def test_what_is_there_and_holds_the_objective_gets_no_reserve_beside_it() -> None:
     settings = replace(SETTINGS, headroom=1.5)
     pool = PoolState(name="engine", num_ready=3, target=3, max_replicas=16, num_running=60, step_costs=COSTS)
-    assert steadily(pool, rate=60, settings=settings) == {3}
+    assert steadily(pool, rate=60, num_late=1, settings=settings) == {3}
     assert max(steadily(pool, rate=60, num_late=5, settings=settings)) > 3
 
 

@@ -10,7 +10,7 @@ import pytest
 from manta.autoscaling.budget import Ask, ModelAsk, own_budget, share
 from manta.autoscaling.capacity import ReplicaSize, Work, held_rate, load, need
 from manta.autoscaling.forecast import Bursts, Forecast, Samples, forecast
-from manta.autoscaling.policy import PolicySettings
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.autoscaling.signals import EdgeSums
 from manta.autoscaling.slo import Slo
 from manta.autoscaling.steering import Memory, PoolCounts, PoolLimits, Steering, SteeringSettings

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from manta.autoscaling.advice import Sample, advise
-from manta.autoscaling.policy import PolicySettings
+from manta.autoscaling.policy_settings import PolicySettings
 from manta.autoscaling.signals import Counters, PoolState
 from manta.cluster.slo import Slo
 from manta.deploy.advise import PrometheusReader, window_of
