@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .bench_cli import Overrides
+from .bench_options import Overrides
 
 KINDS = ("kill_rank", "stop_rank", "drain_replica", "rolling_update")
 NODE_KINDS = ("kill_node", "cut_link")

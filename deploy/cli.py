@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from .advise_cli import advise_command
-from .bench_cli import Overrides, bench_app, eval_app, profile_command
+from .bench_cli import bench_app
+from .bench_engine_cli import profile_command
+from .bench_options import Overrides
 from .chaos_cli import chaos_command
 from .cluster_cli import cluster_app
-from .observe_cli import dashboards_app, plot_spike_command, top_command
+from .eval_cli import eval_app
+from .observe_cli import dashboards_app, top_command
 from .plan_cli import plan_command
 from .quantize_cli import quantize_command
 from .simulate_cli import simulate_command
-from .spike_cli import spike_command
 
 if TYPE_CHECKING:
     from .chat import ServerClient
@@ -259,8 +261,6 @@ app.command("profile")(profile_command)
 app.command("quantize")(quantize_command)
 app.command("chaos")(chaos_command)
 app.command("top")(top_command)
-bench_app.command("plot-spike")(plot_spike_command)
-bench_app.command("spike")(spike_command)
 app.command("advise")(advise_command)
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)

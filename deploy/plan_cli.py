@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench_cli import Json, bench_app, engine_config
+from .bench_options import Json, engine_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,7 +152,6 @@ def _show(console: Console, plan: Plan, tree: dict[str, Any], other: str) -> Non
     )
 
 
-@bench_app.command("plan-live")
 def plan_live_command(
     rate: Annotated[float | None, typer.Option("--rate", help="Requests a second.")] = None,
     num_requests: Annotated[int | None, typer.Option("--num-requests", min=50)] = None,
@@ -170,7 +169,6 @@ def plan_live_command(
     run(case=case, json_path=json, console=Console(soft_wrap=True))
 
 
-@bench_app.command("step-errors")
 def step_errors_command(
     files: Annotated[
         list[Path], typer.Argument(help="Profiles of `manta profile`, or reports of `manta bench engine`.")

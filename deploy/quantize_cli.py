@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from .bench_cli import Json, Overrides, engine_config
+from .bench_options import Json, Overrides, engine_config
 
 if TYPE_CHECKING:
     import torch

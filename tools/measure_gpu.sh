@@ -9,18 +9,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | sed 's/^NVIDIA //; s/[^A-Za-z0-9]/-/g')
 out=bench/results/$(echo "${name:-none}" | tr '[:upper:]' '[:lower:]')
-python=.venv/bin/python
-model=(--model llama-3.1-8b-dummy --set max_model_len=40960)
-settings=()
-while [ $# -gt 0 ]; do
-  case "$1" in
-    --out) out=$2; shift 2 ;;
-    --python) python=$2; shift 2 ;;
-    --set) settings+=(--set "$2"); shift 2 ;;
-    *) break ;;
-  esac
-done
-model+=("${settings[@]}")
+. tools/measure_options.sh
 [ $# -gt 0 ] || set -- tests tune kernels engine trace profile handoff serve tables
 [ -n "$name" ] || { echo "no NVIDIA GPU here (nvidia-smi names none)" >&2; exit 2; }
 mkdir -p "$out"

@@ -10,23 +10,13 @@ cd "$(dirname "$0")/.."
 # NVLink multicast is not used, and a program that does can disturb other users of the host.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} TORCH_SYMM_MEM_DISABLE_MULTICAST=${TORCH_SYMM_MEM_DISABLE_MULTICAST:-1}
 out=bench/results/h200
-python=.venv/bin/python
-settings=()
-while [ $# -gt 0 ]; do
-  case "$1" in
-    --out) out=$2; shift 2 ;;
-    --python) python=$2; shift 2 ;;
-    --set) settings+=(--set "$2"); shift 2 ;;
-    *) break ;;
-  esac
-done
+. tools/measure_options.sh
 [ $# -gt 0 ] || set -- probe all-reduce ranks kv engine handoff 70b gang pools
 num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$num_gpus" -ge 2 ] || [ "$*" = tune ] || { echo "two NVIDIA GPUs are needed, and nvidia-smi lists $num_gpus" >&2; exit 2; }
 mkdir -p "$out"
 table=kernels/tuned/nvidia_h200.json
 tests=(-q -rs -W default -m multi_gpu -p no:benchmark -o faulthandler_timeout=100 --timeout=150 --durations=10)
-model=(--model llama-3.1-8b-dummy --set max_model_len=40960 "${settings[@]}")
 failed=0
 
 within() { # seconds, command...
