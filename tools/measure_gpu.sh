@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measures everything on a GPU machine, part by part; each part leaves its file even when a later one fails or is cut off.
 #   tools/measure_gpu.sh [--out FOLDER] [--python PYTHON] [--set KEY=VALUE ...] PART ...
-# Parts and seconds on an H200: tests 400, tune 210, kernels 120, engine 350, trace 60, profile 60, handoff 200, serve 120,
-# tables 1; without parts all of these, in this order. Only when named: quantized (450 as planned) and quantized-engine
-# (420), which have not run yet, and multi, which needs two GPUs (tools/measure_multi_gpu.sh).
+# Parts and seconds on an H200: tests 270, tune 210, kernels 120, engine 410, trace 60, profile 60, handoff 200, serve 120,
+# tables 1; without parts all of these, in this order. Only when named: quantized (150), quantized-engine (300), and
+# multi, which needs two GPUs (tools/measure_multi_gpu.sh).
 # Where there are several GPUs, CUDA_VISIBLE_DEVICES chooses one, so that parts can run side by side.
 set -uo pipefail
 cd "$(dirname "$0")/.."
