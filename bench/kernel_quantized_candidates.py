@@ -49,20 +49,23 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
         wide = WeightOnlyTiles(128, 128, 64, 8, 2, 1)
         return [WeightOnlyTiles(64, 64, 128, 4, 3, max(1, splits // 2)), wide]
     first = WeightOnlyTiles(64, block_m, 128, 4, 3, splits)
+    # Two warps take the instruction of one warp (HMMA), as tiles of 8 rows do; a warpgroup's waits for the unpacking.
+    small = [replace(first, block_n=32, num_warps=2, num_stages=stages) for stages in (3, 4)]
     if scheme.format is Format.INT4:
         if rows == 64:
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
         if rows == 32:
-            return [first, replace(first, splits=2 * splits), replace(first, block_n=128)]
-        more = [replace(first, splits=4 * splits), replace(first, num_stages=4)]
+            return [first, replace(first, splits=2 * splits), replace(first, block_n=128), *small]
+        more = [replace(first, splits=4 * splits), replace(first, num_stages=4), *(small if rows == 16 else [])]
         return [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
+    small = [replace(tiles, inline_ptx=False) for tiles in small]
     if rows > 16:
-        return [deep, plain, replace(plain, splits=max(1, splits // 2))]
+        return [deep, plain, replace(plain, splits=max(1, splits // 2)), *(small if rows == 32 else [])]
     wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
     # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
-    halves = [replace(plain, block_m=8, num_stages=3)] if rows == 16 else []
+    halves = [replace(plain, block_m=8, num_stages=3), *small] if rows == 16 else []
     return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves]
 
 
@@ -75,7 +78,8 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles 
         first = SwappedTiles(64, block_m, block_k, 4, 6 if grouped else 4, splits)
         halves = replace(first, splits=max(1, splits // 2))
         if not grouped:
-            return [first, halves, replace(first, block_k=128, num_stages=6)]
+            narrow = [replace(tiles, block_m=8) for tiles in (first, halves)] if rows <= 8 else []
+            return [first, halves, replace(first, block_k=128, num_stages=6), *narrow]
         more = [replace(first, num_stages=4), replace(first, num_warps=8)]
         return [first, halves, *more, *(_weight_only(scheme, layer, rows) if rows <= 16 else [])]
     if grouped:

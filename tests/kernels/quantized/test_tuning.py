@@ -171,7 +171,7 @@ def test_candidates_are_few_and_fit_the_scheme(scheme: Scheme) -> None:
     for layer in layers_of(LLAMA_8B)[:4]:
         for rows in TUNED_ROWS:
             tried = candidates(scheme, layer, rows)
-            assert len(tried) <= 8  # with these all schemes took 40 s on an H200
+            assert len(tried) <= 11  # half as many took 40 s for all schemes on an H200
             assert len(set(tried)) == len(tried)
             is_wide = [isinstance(tiles, WeightOnlyTiles) for tiles in tried]
             assert all(is_wide) if scheme.activations is None else not all(is_wide)
