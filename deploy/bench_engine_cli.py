@@ -12,11 +12,15 @@ from .bench_options import Json, Model, Overrides, Plot, console, engine_config,
 
 def kernels_command(
     sections: Annotated[
-        str | None, typer.Option(help="Of elementwise, linear, decode, prefill, sampling; default: all.")
+        str | None,
+        typer.Option(help="Of elementwise, decode, prefill, linears, quantized, prefetch, sampling; default: all."),
     ] = None,
     tune: Annotated[
         str | None,
-        typer.Option(help="Instead, find configurations of linear, attention_decode, attention_prefill."),
+        typer.Option(
+            help="Instead, find configurations of linear, attention_decode, attention_shared_prefix, attention_prefill, "
+            "attention_decode_codes; linear_ranks, attention_decode_ranks (of ranks); linear_w4a16, ... (of a scheme)."
+        ),
     ] = None,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Where --tune enters what it found.")] = None,
     json: Json = None,

@@ -42,6 +42,11 @@ print(f"copy 0 -> 1: {x.numel() / begun.elapsed_time(done) / 1e6:.0f} GB/s")
 PROBE
 }
 
+parts="tune probe all-reduce ranks kv engine handoff 70b gang pools"
+for part in "$@"; do
+  [[ " $parts " == *" $part "* ]] || { echo "unknown part $part: one of $parts" >&2; exit 2; }
+done
+
 for part in "$@"; do
   started=$SECONDS
   log="$out/multi-$part.log"
@@ -69,7 +74,6 @@ for part in "$@"; do
         --json "$out/engine-llama70b-bf16-tp2.json" ;;
     gang) within 300 "$python" -m pytest "${tests[@]}" -s tests/replicas/test_gang.py ;;
     pools) within 300 "$python" -m pytest "${tests[@]}" tests/replicas/test_pools_serve.py ;;
-    *) echo "unknown part $part: tune, probe, all-reduce, ranks, kv, engine, handoff, 70b, gang or pools" >&2; exit 2 ;;
   esac 2>&1 | tee "$log"
   code=${PIPESTATUS[0]}
   echo "== $part: $([ "$code" -eq 0 ] && echo ok || echo "FAILED ($code)"), $((SECONDS - started)) s"

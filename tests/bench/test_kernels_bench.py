@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from manta.bench import (
     kernels,
 )
 from manta.bench.kernel_timing import Calls, ModelShape, Peaks
+from manta.deploy import bench_engine_cli
 from manta.engine.errors import ConfigError
 from manta.kernels import decode_schedule, dependent_launch
 
@@ -193,3 +195,9 @@ def test_products_of_a_layer_run_in_turn_and_ask_for_their_weights_only_then() -
         kernel_prefetch._with_prefetch(512, call)
     assert asked == [("a", 512), ("x", 512), ("b", 512), ("x", 512)]
     assert dependent_launch.PREFETCH_BYTES == 0
+
+
+def test_the_help_names_every_section_and_operation() -> None:
+    text = "".join(inspect.getsource(bench_engine_cli.kernels_command).split())
+    assert not [name for name in kernels.SECTIONS if name not in text]
+    assert not [name for name in kernels.TUNERS if name not in text and not name.startswith(("linear_w", "linear_fp8"))]
