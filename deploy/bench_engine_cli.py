@@ -18,7 +18,7 @@ def kernels_command(
     tune: Annotated[
         str | None,
         typer.Option(
-            help="Find configurations instead: of linear, attention_decode, attention_shared_prefix, attention_prefill, "
+            help="Find configurations instead: linear, attention_decode, attention_shared_prefix, attention_prefill, "
             "attention_decode_codes; linear_ranks, attention_decode_ranks (of ranks); linear_w4a16, ... (of a scheme)."
         ),
     ] = None,
