@@ -57,7 +57,8 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
         if rows == 32:
             return [first, replace(first, splits=2 * splits), replace(first, block_n=128), *small]
         more = [replace(first, splits=4 * splits), replace(first, num_stages=4), *(small if rows == 16 else [])]
-        return [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
+        found = [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
+        return [*found, *_variants(found[:2], layer, rows)]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
     small = [replace(tiles, inline_ptx=False) for tiles in small]
@@ -66,7 +67,15 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
     # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
     halves = [replace(plain, block_m=8, num_stages=3), *small] if rows == 16 else []
-    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves]
+    found = [plain, replace(plain, splits=2 * splits), *wider]
+    return [deep, *found, *halves, *_variants([tiles for tiles in found + halves if tiles.block_m == 8], layer, rows)]
+
+
+def _variants(tried: list[WeightOnlyTiles], layer: Layer, rows: int) -> list[WeightOnlyTiles]:
+    """The same by TMA, of one row with the norm inside, and both."""
+    by_tma = [replace(tiles, tma=True) for tiles in tried[:1]]
+    fused = [replace(tiles, fuses_norm=True) for tiles in [*tried[:3], *by_tma]]
+    return [*by_tma, *(fused if rows == 1 and layer.has_norm else [])]
 
 
 def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:
@@ -78,8 +87,7 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles 
         first = SwappedTiles(64, block_m, block_k, 4, 6 if grouped else 4, splits)
         halves = replace(first, splits=max(1, splits // 2))
         if not grouped:
-            narrow = [replace(tiles, block_m=8) for tiles in (first, halves)] if rows <= 8 else []
-            return [first, halves, replace(first, block_k=128, num_stages=6), *narrow]
+            return [first, halves, replace(first, block_k=128, num_stages=6), *_by_tma(first)]
         more = [replace(first, num_stages=4), replace(first, num_warps=8)]
         return [first, halves, *more, *(_weight_only(scheme, layer, rows) if rows <= 16 else [])]
     if grouped:
@@ -93,3 +101,12 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles 
         swapped = SwappedTiles(64 if grouped else 128, block_m, 128, 4 if grouped else 8, 4, max(1, splits // 2))
         return [swapped, GemmTiles(64, 128, 128, 4, 5), tiled[0]]
     return [*tiled, GemmTiles(128, 128, 128, 8, 4)]
+
+
+def _by_tma(first: SwappedTiles) -> list[SwappedTiles]:
+    """Few instructions a byte: more programs on a multiprocessor, or longer steps."""
+    tiles = replace(first, tma=True)
+    more = replace(tiles, splits=2 * tiles.splits)
+    longer = replace(tiles, block_k=2 * tiles.block_k, num_stages=3)
+    fewer = [replace(tiles, splits=tiles.splits // 2)] if tiles.splits > 1 else []
+    return [tiles, more, *fewer, replace(tiles, num_stages=3), longer, replace(tiles, block_n=128, num_stages=3)]

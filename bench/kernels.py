@@ -26,7 +26,6 @@ from . import (
     kernel_decode_tuning,
     kernel_linears,
     kernel_linears_tuning,
-    kernel_prefetch,
     kernel_prefill,
     kernel_quantized,
     kernel_quantized_tuning,
@@ -271,7 +270,6 @@ SECTIONS: dict[str, Section] = {
     "prefill": kernel_prefill.bench,
     "linears": kernel_linears.bench,
     "quantized": kernel_quantized.bench,
-    "prefetch": kernel_prefetch.bench,
     "sampling": bench_sampling,
 }
 TUNERS: dict[str, Tuner] = {

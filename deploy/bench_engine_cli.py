@@ -13,7 +13,7 @@ from .bench_options import Json, Model, Overrides, Plot, console, engine_config,
 def kernels_command(
     sections: Annotated[
         str | None,
-        typer.Option(help="Of elementwise, decode, prefill, linears, quantized, prefetch, sampling; default: all."),
+        typer.Option(help="Of elementwise, decode, prefill, linears, quantized, sampling; default: all."),
     ] = None,
     tune: Annotated[
         str | None,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from . import runtime
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 
 
@@ -19,11 +20,17 @@ def silu_and_mul_reference(gate_up: torch.Tensor, *, interleaved: bool = False) 
 
 
 @jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, inter, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, inter,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pid_token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < inter
     row = gate_up_ptr + pid_token * gate_up_stride
+    if PDL:
+        wait_for_predecessor()
+        let_successor_start()
     if INTERLEAVED:
         offs_pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
         pairs = tl.load(row + offs_pair, mask=offs_pair < 2 * inter, other=0.0).to(tl.float32)
@@ -54,7 +61,16 @@ def silu_and_mul(gate_up: torch.Tensor, *, interleaved: bool = False, out: torch
     if num_tokens:
         block = min(2048, triton.next_power_of_2(inter))
         grid = (num_tokens, triton.cdiv(inter, block))
+        dependent = has_dependent_launch(gate_up)
         _silu_and_mul_kernel[grid](
-            gate_up, out, gate_up.stride(0), inter, INTERLEAVED=interleaved, BLOCK=block, num_warps=4
+            gate_up,
+            out,
+            gate_up.stride(0),
+            inter,
+            INTERLEAVED=interleaved,
+            BLOCK=block,
+            PDL=dependent,
+            num_warps=4,
+            launch_pdl=dependent,
         )
     return out

@@ -183,14 +183,14 @@ def _attention_decode_kernel(
     """
     pid_kv = tl.program_id(0)
     pid_part = tl.program_id(1)
-    if PDL:
-        wait_for_predecessor()
     num_shared = pid_kv * 0
     if members_ptr is not None:
         num_shared = tl.load(num_shared_ptr)
     seq, first_part, num_parts = find_part(
         pid_part, seq_lens_ptr, members_ptr, num_shared, num_seqs, fill, percent, TILE, BLOCK_SEQS
     )
+    if PDL:
+        wait_for_predecessor()
     if seq >= num_seqs:
         return
     seq_len = tl.load(seq_lens_ptr + seq)

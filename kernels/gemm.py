@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import runtime
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 from .split_k import finish_tile, store_part, workspace
 
@@ -94,7 +95,11 @@ def _gemm_kernel(
     GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr,
     SUBTILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_for_predecessor()
+        let_successor_start()
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     num_tiles_n = tl.cdiv(n_size, BLOCK_N)
     num_tiles = num_tiles_m * num_tiles_n
@@ -174,6 +179,7 @@ def gemm(
     else:
         width = tiles.block_n // tiles.subtiles // (2 if gated else 1)
         out_desc = TensorDescriptor(out, [num_rows, out.shape[1]], [out_stride, 1], [tiles.block_m, width])
+    dependent = has_dependent_launch(out)
     _gemm_kernel[(num_programs,)](
         TensorDescriptor(x, [num_rows, k_size], [x_stride, 1], [tiles.block_m, tiles.block_k]),
         TensorDescriptor(weight, [n_size, k_size], [k_size, 1], [tiles.block_n, tiles.block_k]),
@@ -195,7 +201,9 @@ def gemm(
         GROUP_M=_GROUP_M,
         SPLITS=tiles.splits,
         SUBTILES=tiles.subtiles,
+        PDL=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        launch_pdl=dependent,
     )
     return out

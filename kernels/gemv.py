@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import dependent_launch
-from .dependent_launch import has_dependent_launch, let_successor_start, prefetch_rows, wait_for_predecessor
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 
 
@@ -48,7 +47,7 @@ def gemv_reference(
     return residual.copy_(residual.float() + out)
 
 
-@jit(do_not_specialize=["prefetch_bytes"])
+@jit
 def _gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -58,7 +57,6 @@ def _gemv_kernel(
     eps,
     n_size,
     k_size,
-    prefetch_bytes,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,10 +68,8 @@ def _gemv_kernel(
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     # Rows past the end read the last row again and store nothing.
-    first_of_rows = weight_ptr + tl.minimum(offs_n, n_size - 1).to(tl.int64) * k_size
-    weight_rows = first_of_rows[:, None] + offs_k[None, :]
+    weight_rows = weight_ptr + tl.minimum(offs_n, n_size - 1).to(tl.int64)[:, None] * k_size + offs_k[None, :]
     if PDL:
-        prefetch_rows(first_of_rows, weight_ptr + n_size.to(tl.int64) * k_size, prefetch_bytes)
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -149,7 +145,6 @@ def gemv(
         eps,
         n_size,
         k_size,
-        dependent_launch.PREFETCH_BYTES,
         GATED=gated,
         RESIDUAL=residual is not None,
         BLOCK_N=tiles.block_n,

@@ -93,9 +93,9 @@ def _merge_kernel(
     """
     pid_head = tl.program_id(0)
     pid_seq = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + pid_seq)
     if PDL:
         wait_for_predecessor()
-    seq_len = tl.load(seq_lens_ptr + pid_seq)
     record = records_ptr + pid_seq * 4
     first_part = tl.load(record)
     num_parts = tl.load(record + 1)

@@ -42,9 +42,9 @@ def _rms_norm_kernel(
     pid = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < dim
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         wait_for_predecessor()
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + pid * x_stride + offs, mask=mask, other=0.0).to(tl.float32)  # [dim]
     if HAS_RESIDUAL:
         residual_row = residual_ptr + pid * residual_stride + offs

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import runtime
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .kv_cache import store_kv_reference
 from .quantized.kv_cache import (
     LEAST_MAGNITUDE,
@@ -83,6 +84,7 @@ def _rope_and_store_kernel(
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: TOKENS tokens and one KV head with the query heads that share it.
 
@@ -104,44 +106,47 @@ def _rope_and_store_kernel(
     angles = cos_sin_ptr + position[:, None] * ROT_DIM + offs_half[None, :]
     cos = tl.load(angles, mask=mask_q, other=0.0)
     sin = tl.load(angles + HALF, mask=mask_q, other=0.0)
+    token_k = first_token + tl.arange(0, TOKENS)
+    mask_token = token_k < num_tokens
+    position = tl.load(positions_ptr + token_k, mask=mask_token, other=0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token_k, mask=mask_token, other=-1).to(tl.int64)
+    mask_k = mask_token[:, None] & mask_half
+    angles = cos_sin_ptr + position[:, None] * ROT_DIM + offs_half[None, :]
+    cos_k = tl.load(angles, mask=mask_k, other=0.0)
+    sin_k = tl.load(angles + HALF, mask=mask_k, other=0.0)
+    if PDL:
+        wait_for_predecessor()
+        let_successor_start()
+
     q_row = q_ptr + token.to(tl.int64)[:, None] * token_stride + (pid_head * GROUP + head)[:, None] * q_head_stride
     q_row += offs_half[None, :]
     q_first = tl.load(q_row, mask=mask_q, other=0.0).to(tl.float32)  # [tokens * group, rot_dim / 2]
     q_second = tl.load(q_row + HALF, mask=mask_q, other=0.0).to(tl.float32)
-    q_type = q_ptr.dtype.element_ty
-    tl.store(q_row, (q_first * cos - q_second * sin).to(q_type), mask=mask_q)
-    tl.store(q_row + HALF, (q_second * cos + q_first * sin).to(q_type), mask=mask_q)
-
-    token = first_token + tl.arange(0, TOKENS)
-    mask_token = token < num_tokens
-    position = tl.load(positions_ptr + token, mask=mask_token, other=0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token, mask=mask_token, other=-1).to(tl.int64)
-    mask_k = mask_token[:, None] & mask_half
-    angles = cos_sin_ptr + position[:, None] * ROT_DIM + offs_half[None, :]
-    cos = tl.load(angles, mask=mask_k, other=0.0)
-    sin = tl.load(angles + HALF, mask=mask_k, other=0.0)
-    row = token.to(tl.int64)[:, None] * token_stride
+    row = token_k.to(tl.int64)[:, None] * token_stride
     k_row = k_ptr + row + pid_head * k_head_stride
     k_half = k_row + offs_half[None, :]
     k_first = tl.load(k_half, mask=mask_k, other=0.0).to(tl.float32)  # [tokens, rot_dim / 2]
     k_second = tl.load(k_half + HALF, mask=mask_k, other=0.0).to(tl.float32)
+    is_stored = (slot >= 0)[:, None]
+    offs_dim = tl.arange(0, BLOCK_DIM)
+    mask_dim = is_stored & (offs_dim < HEAD_DIM)[None, :]
+    v = tl.load(v_ptr + row + pid_head * v_head_stride + offs_dim[None, :], mask=mask_dim, other=0.0)
     # A head of few elements is held by several warps: all have loaded before one of them writes in place.
     tl.debug_barrier()
+    q_type = q_ptr.dtype.element_ty
+    tl.store(q_row, (q_first * cos - q_second * sin).to(q_type), mask=mask_q)
+    tl.store(q_row + HALF, (q_second * cos + q_first * sin).to(q_type), mask=mask_q)
     k_type = k_ptr.dtype.element_ty
-    new_first = (k_first * cos - k_second * sin).to(k_type)
-    new_second = (k_second * cos + k_first * sin).to(k_type)
+    new_first = (k_first * cos_k - k_second * sin_k).to(k_type)
+    new_second = (k_second * cos_k + k_first * sin_k).to(k_type)
     tl.store(k_half, new_first, mask=mask_k)
     tl.store(k_half + HALF, new_second, mask=mask_k)
 
     cache_row = (slot[:, None] * num_kv_heads + pid_head) * HEAD_DIM
-    is_stored = (slot >= 0)[:, None]
     cache_type = key_cache_ptr.dtype.element_ty
     key_half = key_cache_ptr + cache_row + offs_half[None, :]
-    offs_dim = tl.arange(0, BLOCK_DIM)
-    mask_dim = is_stored & (offs_dim < HEAD_DIM)[None, :]
     mask_rest = mask_dim & (offs_dim >= ROT_DIM)[None, :]
     key_whole = key_cache_ptr + cache_row + offs_dim[None, :]
-    v = tl.load(v_ptr + row + pid_head * v_head_stride + offs_dim[None, :], mask=mask_dim, other=0.0)
     if key_scales_ptr is None:
         tl.store(key_half, new_first.to(cache_type), mask=is_stored & mask_half)
         tl.store(key_half + HALF, new_second.to(cache_type), mask=is_stored & mask_half)
@@ -207,6 +212,7 @@ def rope_and_store(
         return
     group = num_heads // num_kv_heads
     tokens, num_warps = _tiles(num_tokens)
+    dependent = has_dependent_launch(q)
     _rope_and_store_kernel[(num_kv_heads * triton.cdiv(num_tokens, tokens),)](
         q,
         k,
@@ -233,7 +239,9 @@ def rope_and_store(
         BLOCK_DIM=triton.next_power_of_2(head_dim),
         PAGE=key_cache.shape[1],
         LARGEST=0.0 if scales is None else largest_code(key_cache.dtype),
+        PDL=dependent,
         num_warps=num_warps,
+        launch_pdl=dependent,
     )
 
 

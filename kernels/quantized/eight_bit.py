@@ -14,13 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from manta.kernels import dependent_launch, runtime
-from manta.kernels.dependent_launch import (
-    has_dependent_launch,
-    let_successor_start,
-    prefetch_rows,
-    wait_for_predecessor,
-)
+from manta.kernels import runtime
+from manta.kernels.dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from manta.kernels.gemm import GemmTiles, can_tile, store_tile
 from manta.kernels.gemm_skinny import store_transposed
 from manta.kernels.gemv import gemv_reference
@@ -44,6 +39,8 @@ class SwappedTiles:
     num_warps: int
     num_stages: int
     splits: int = 1
+    tma: bool = False
+    """Tiles are fetched by the TMA unit, without groups and from operands that `can_tile`."""
 
 
 def eight_bit_reference(
@@ -60,7 +57,7 @@ def eight_bit_reference(
     return out if residual is not None else out.to(dtype)
 
 
-@jit(do_not_specialize=["num_rows", "prefetch_bytes"])
+@jit(do_not_specialize=["num_rows"])
 def _swapped_kernel(
     x_ptr,
     weight_ptr,
@@ -75,7 +72,8 @@ def _swapped_kernel(
     k_size,
     k_per_split,
     out_stride,
-    prefetch_bytes,
+    x_desc,
+    weight_desc,
     GROUPED: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -104,11 +102,13 @@ def _swapped_kernel(
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, k_size)
     if PDL:
-        prefetch_rows(weight_rows + begin, weight_ptr + n_size.to(tl.int64) * k_size, prefetch_bytes)
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUPED else SUM)
     for start in range(begin, end, BLOCK_K):
-        if EVEN_K:
+        if weight_desc is not None:
+            weight = weight_desc.load([pid_n * BLOCK_N, start])
+            x = x_desc.load([row, start]).T
+        elif EVEN_K:
             weight = tl.load(weight_tile + start)  # [BLOCK_N, BLOCK_K]
             x = tl.load(x_tile + start, mask=mask_m[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
         else:
@@ -164,9 +164,13 @@ def _tiled_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SUBTILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """UNIFORM: the even rows of a weight tile share their scales, and so do the odd ones."""
     SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32  # pyright: ignore[reportAssignmentType]
+    if PDL:
+        wait_for_predecessor()
+        let_successor_start()
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
     num_tiles_n = tl.cdiv(n_size, BLOCK_N)
     num_blocks_k = tl.cdiv(k_size, BLOCK_K)
@@ -226,6 +230,12 @@ def swapped_product(
     splits = min(tiles.splits, triton.cdiv(k_size, block_k))
     partial, counter = workspace(out.device, blocks_n * blocks_m, splits, tiles.block_n * tiles.block_m)
     dependent = has_dependent_launch(out)
+    x_desc = weight_desc = None
+    if tiles.tma:
+        assert not grouped
+        assert can_tile(rows.values, n_size)
+        x_desc = TensorDescriptor(rows.values, [num_rows, k_size], [k_size, 1], [tiles.block_m, block_k])
+        weight_desc = TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [tiles.block_n, block_k])
     _swapped_kernel[(blocks_n, splits, blocks_m)](
         rows.values,
         weight.weight,
@@ -240,7 +250,8 @@ def swapped_product(
         k_size,
         triton.cdiv(triton.cdiv(k_size, block_k), splits) * block_k,
         out.stride(0),
-        dependent_launch.PREFETCH_BYTES,
+        x_desc,
+        weight_desc,
         GROUPED=grouped,
         GATED=gated,
         RESIDUAL=residual is not None,
@@ -277,6 +288,7 @@ def tiled_product(
     # A single row's stride says nothing, and descriptors accept no odd one.
     out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
     width = tiles.block_n // tiles.subtiles // (2 if gated else 1)
+    dependent = has_dependent_launch(out)
     _tiled_kernel[(min(num_tiles, tiles.programs * runtime.num_multiprocessors(out.device)),)](
         TensorDescriptor(rows.values, [num_rows, k_size], [k_size, 1], [tiles.block_m, block_k]),
         TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [tiles.block_n, block_k]),
@@ -297,8 +309,10 @@ def tiled_product(
         BLOCK_K=block_k,
         GROUP_M=_GROUP_M,
         SUBTILES=tiles.subtiles,
+        PDL=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        launch_pdl=dependent,
     )
     return out
 

@@ -107,6 +107,8 @@ def _quantize_kernel(
     pid = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < dim
+    if norm_weight_ptr is not None:
+        norm_weight = tl.load(norm_weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         wait_for_predecessor()
     if GATED:
@@ -117,8 +119,7 @@ def _quantize_kernel(
     else:
         x = tl.load(x_ptr + pid * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
     if norm_weight_ptr is not None:
-        weight = tl.load(norm_weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x) / dim + eps) * weight
+        x = x * tl.rsqrt(tl.sum(x * x) / dim + eps) * norm_weight  # pyright: ignore[reportPossiblyUnboundVariable]
     if PDL:
         let_successor_start()
     values, scales = to_eight_bits(x.reshape(GROUPS, BLOCK // GROUPS), largest, least, out_ptr.dtype.element_ty)

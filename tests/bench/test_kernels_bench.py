@@ -13,7 +13,6 @@ import torch
 from manta.bench import (
     kernel_decode,
     kernel_decode_tuning,
-    kernel_prefetch,
     kernel_prefill,
     kernel_timing,
     kernels,
@@ -21,7 +20,7 @@ from manta.bench import (
 from manta.bench.kernel_timing import Calls, ModelShape, Peaks
 from manta.deploy import bench_engine_cli
 from manta.engine.errors import ConfigError
-from manta.kernels import decode_schedule, dependent_launch
+from manta.kernels import decode_schedule
 
 SMALL = ModelShape("8b", hidden=64, inter=96, heads=4, kv_heads=2, dim=16, vocab=300)
 CPU = torch.device("cpu")
@@ -183,18 +182,6 @@ def test_a_section_that_fails_leaves_what_was_measured_before(tmp_path: Path, mo
     with pytest.raises(RuntimeError, match="illegal"):
         kernels.run(path)
     assert json.loads(path.read_text())["figures"]["norm_1_rows_us"] == 2.0
-
-
-def test_products_of_a_layer_run_in_turn_and_ask_for_their_weights_only_then() -> None:
-    asked: list[tuple[str, int]] = []
-    calls = [
-        [lambda name=name: asked.append((name, dependent_launch.PREFETCH_BYTES)) for name in names]
-        for names in ("ab", "x")
-    ]
-    for call in kernel_prefetch._in_turn(calls):
-        kernel_prefetch._with_prefetch(512, call)
-    assert asked == [("a", 512), ("x", 512), ("b", 512), ("x", 512)]
-    assert dependent_launch.PREFETCH_BYTES == 0
 
 
 def test_the_help_names_every_section_and_operation() -> None:

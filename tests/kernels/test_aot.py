@@ -186,18 +186,19 @@ def small_configs(capability: int) -> list[Config]:
         Config(
             "silu_and_mul", activation._silu_and_mul_kernel,
             {"gate_up_ptr": "*{dtype}", "out_ptr": "*{dtype}", "gate_up_stride": "i32", "inter": "i32"},
-            {"INTERLEAVED": False, "BLOCK": 2048},
+            {"INTERLEAVED": False, "BLOCK": 2048, "PDL": capability >= 90},
         ),
         Config(
             "silu_and_mul-interleaved", activation._silu_and_mul_kernel,
             {"gate_up_ptr": "*{dtype}", "out_ptr": "*{dtype}", "gate_up_stride": "i32", "inter": "i32"},
-            {"INTERLEAVED": True, "BLOCK": 2048},
+            {"INTERLEAVED": True, "BLOCK": 2048, "PDL": capability >= 90},
         ),
         Config(
             "rope_and_store", rope._rope_and_store_kernel,
             rope_types | {"num_tokens": "i32", "num_kv_heads": "i32"},
             {"GROUP": 4, "HEAD_DIM": 128, "ROT_DIM": 128, "TOKENS": 4, "BLOCK_GROUP": 4, "BLOCK_HALF": 64,
-             "BLOCK_DIM": 128, "PAGE": 64, "LARGEST": 0.0, "key_scales_ptr": None, "value_scales_ptr": None},
+             "BLOCK_DIM": 128, "PAGE": 64, "LARGEST": 0.0, "key_scales_ptr": None, "value_scales_ptr": None,
+             "PDL": capability >= 90},
             num_warps=4, not_divisible=("num_tokens", "num_kv_heads"),
         ),
         Config(
@@ -284,11 +285,12 @@ def linear_config(kind: str, rows: int, k_size: int, tiles: linear.Tiles | None,
     if isinstance(tiles, gemm_skinny.SkinnyTiles):
         block_m = gemm_skinny.padded_rows(rows)
         flags |= {"BLOCK_M": block_m, "EVEN_K": k_size % tiles.block_k == 0, "PDL": pdl}
+        flags |= {"x_desc": None, "weight_desc": None}
         name = f"skinny-{kind}-m{block_m}-{tiles.block_n}x{tiles.block_k}-{schedule}"
         kernel = gemm_skinny._skinny_kernel
         types, not_divisible = linear_types(kernel), ("num_rows",)
     else:
-        flags |= {"BLOCK_M": tiles.block_m, "GROUP_M": gemm._GROUP_M, "SUBTILES": tiles.subtiles}
+        flags |= {"BLOCK_M": tiles.block_m, "GROUP_M": gemm._GROUP_M, "SUBTILES": tiles.subtiles, "PDL": pdl}
         width = tiles.block_n // tiles.subtiles // (2 if kind == "gated" else 1)
         name = f"gemm-{kind}-{tiles.block_m}x{tiles.block_n}x{tiles.block_k}-{schedule}-t{tiles.subtiles}"
         kernel = gemm._gemm_kernel

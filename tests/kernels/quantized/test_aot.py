@@ -129,7 +129,8 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
         if scheme.format is Format.INT8
         else "QGMMA"
     )
-    assert product[wanted] > 0 or (product["HMMA"] > 0 and tiles.block_m == 8)
+    of_a_warp = tiles.block_m == 8 or tiles.num_warps < 4
+    assert product[wanted] > 0 or (product["HMMA"] > 0 and of_a_warp)
     if isinstance(tiles, weight_only.WeightOnlyTiles) and tiles.inline_ptx:
         assert product["I2F"] == product["I2FP"] == 0, "numbers are unpacked by bit operations"
 

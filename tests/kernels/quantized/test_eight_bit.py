@@ -77,6 +77,23 @@ def test_few_rows(
 
 
 @pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("format", [Format.INT8, Format.FP8])
+@pytest.mark.parametrize(
+    ("rows", "n_size", "k_size", "tiles"),
+    [
+        (3, 96, 272, SwappedTiles(64, 16, 128, 4, 3, tma=True)),
+        (20, 64, 384, SwappedTiles(64, 16, 128, 4, 3, splits=2, tma=True)),
+        pytest.param(1, 28672, 4096, SwappedTiles(128, 16, 256, 4, 3, tma=True), marks=gpu),
+        pytest.param(64, 4096, 14336, SwappedTiles(64, 64, 256, 4, 3, splits=4, tma=True), marks=gpu),
+    ],
+)
+def test_few_rows_by_tma(
+    rows: int, n_size: int, k_size: int, tiles: SwappedTiles, format: Format, fused: str, device: torch.device
+) -> None:
+    check(swapped_product, rows, random_weight(format, n_size, k_size, k_size, device), fused, torch.bfloat16, tiles)
+
+
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize(("format", "group"), FORMATS)
 @pytest.mark.parametrize(
     ("rows", "n_size", "k_size", "tiles"),
