@@ -24,7 +24,7 @@ _FLOP_PER_S, _READ_BYTES_PER_S, _L2_BYTES_PER_S = 790e12, 4.5e12, 17e12
 _FETCH_BYTES_PER_S = 125e9
 """By one multiprocessor: 64 bytes a cycle."""
 _SPLIT_S = 1.5e-6
-NUM_SKINNY, NUM_TILED, NUM_ALIKE = 24, 12, 3
+NUM_SKINNY, NUM_TILED, NUM_ALIKE = 12, 12, 2
 """How many of each are measured at most, and how many that differ in block_k, warps and stages alone."""
 
 _SPLITS = (1, 2, 3, 4, 8)
@@ -37,13 +37,8 @@ _GEMV = [
 ]  # fmt: skip
 _SKINNY = [
     # block_n, block_k, warps, stages
-    (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 3), (64, 256, 4, 3), (64, 256, 4, 4), (64, 64, 4, 6),
+    (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 3), (64, 256, 4, 3), (64, 64, 4, 6),
     (128, 128, 4, 3), (128, 128, 4, 4), (128, 64, 4, 6), (128, 128, 8, 3), (128, 64, 8, 6),
-]  # fmt: skip
-_SKINNY_OF_ONE = [
-    # What trial runs liked for one row, which this kernel pads to 16, by TMA.
-    (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 4), (64, 128, 4, 6), (64, 128, 4, 4), (64, 256, 4, 4),
-    (64, 256, 4, 3),
 ]  # fmt: skip
 _SKINNY_WIDE = [
     # from 64 rows on: two programs on a multiprocessor, or a deep pipeline in one
@@ -62,8 +57,7 @@ _TILED = [
 def candidates(kind: str, n_size: int, k_size: int, rows: int, multiprocessors: int) -> list[Tiles]:
     """Configurations for `rows` rows times a weight [n_size, k_size]; `kind` as in the tables."""
     if rows == 1:
-        gemv = [tiles for tiles in _GEMV if tiles.block_k <= k_size]
-        return [*gemv, *(tiles for tiles in _skinny(n_size, k_size, rows, multiprocessors) if tiles.tma)]
+        return [tiles for tiles in _GEMV if tiles.block_k <= k_size]
     chosen: list[Tiles] = []
     for all_tiles, count in (
         (_skinny(n_size, k_size, rows, multiprocessors), NUM_SKINNY),
@@ -86,8 +80,6 @@ def _varied(ordered: list[Tiles]) -> list[Tiles]:
     for tiles in ordered:
         assert not isinstance(tiles, GemvTiles)
         key = (tiles.block_n, tiles.splits)
-        if isinstance(tiles, SkinnyTiles):
-            key = (*key, tiles.tma)
         if isinstance(tiles, GemmTiles):
             key = (*key, tiles.block_m, tiles.programs)
         alike[key] += 1
@@ -95,19 +87,17 @@ def _varied(ordered: list[Tiles]) -> list[Tiles]:
     return kept + others
 
 
-def _skinny(n_size: int, k_size: int, rows: int, multiprocessors: int) -> Iterator[SkinnyTiles]:
+def _skinny(n_size: int, k_size: int, rows: int, multiprocessors: int) -> Iterator[Tiles]:
     if rows > 128:
         return
     width = padded_rows(rows)
-    tiles = _SKINNY_OF_ONE if rows == 1 else _SKINNY if width < 64 else _SKINNY_WIDE
-    for block_n, block_k, num_warps, num_stages in tiles:
+    for block_n, block_k, num_warps, num_stages in _SKINNY if width < 64 else _SKINNY_WIDE:
         if not fits(SkinnyTiles(block_n, block_k, num_warps, num_stages, 1), rows):
             continue
         blocks = triton.cdiv(n_size, block_n)
         for splits in _SPLITS:
             if splits == 1 or (k_size // splits >= 4 * block_k and blocks * splits <= 4 * multiprocessors):
                 yield SkinnyTiles(block_n, block_k, num_warps, num_stages, splits)
-                yield SkinnyTiles(block_n, block_k, num_warps, num_stages, splits, tma=True)
 
 
 def fits(tiles: Tiles, rows: int) -> bool:

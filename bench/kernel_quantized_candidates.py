@@ -57,8 +57,7 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
         if rows == 32:
             return [first, replace(first, splits=2 * splits), replace(first, block_n=128), *small]
         more = [replace(first, splits=4 * splits), replace(first, num_stages=4), *(small if rows == 16 else [])]
-        found = [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
-        return [*found, *_variants(found[:2], layer, rows)]
+        return [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
     small = [replace(tiles, inline_ptx=False) for tiles in small]
@@ -67,15 +66,7 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
     # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
     halves = [replace(plain, block_m=8, num_stages=3), *small] if rows == 16 else []
-    found = [plain, replace(plain, splits=2 * splits), *wider]
-    return [deep, *found, *halves, *_variants([tiles for tiles in found + halves if tiles.block_m == 8], layer, rows)]
-
-
-def _variants(tried: list[WeightOnlyTiles], layer: Layer, rows: int) -> list[WeightOnlyTiles]:
-    """The same by TMA, of one row with the norm inside, and both."""
-    by_tma = [replace(tiles, tma=True) for tiles in tried[:1]]
-    fused = [replace(tiles, fuses_norm=True) for tiles in [*tried[:3], *by_tma]]
-    return [*by_tma, *(fused if rows == 1 and layer.has_norm else [])]
+    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves]
 
 
 def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:
@@ -104,9 +95,6 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles 
 
 
 def _by_tma(first: SwappedTiles) -> list[SwappedTiles]:
-    """Few instructions a byte: more programs on a multiprocessor, or longer steps."""
+    """What fetches more bytes with fewer instructions; it pays for wide layers alone."""
     tiles = replace(first, tma=True)
-    more = replace(tiles, splits=2 * tiles.splits)
-    longer = replace(tiles, block_k=2 * tiles.block_k, num_stages=3)
-    fewer = [replace(tiles, splits=tiles.splits // 2)] if tiles.splits > 1 else []
-    return [tiles, more, *fewer, replace(tiles, num_stages=3), longer, replace(tiles, block_n=128, num_stages=3)]
+    return [tiles, replace(tiles, num_stages=3), replace(tiles, block_n=128, num_stages=3)]

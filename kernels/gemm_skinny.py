@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
-from .gemm import can_tile
 from .runtime import jit
 from .split_k import finish_tile, store_part, workspace
 
@@ -28,8 +26,6 @@ class SkinnyTiles:
     num_warps: int
     num_stages: int
     splits: int
-    tma: bool = False
-    """Tiles are fetched by the TMA unit, from operands that `gemm.can_tile`."""
 
 
 @jit
@@ -70,8 +66,6 @@ def _skinny_kernel(
     k_per_split,
     x_stride,
     out_stride,
-    x_desc,
-    weight_desc,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -98,10 +92,7 @@ def _skinny_kernel(
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(begin, end, BLOCK_K):
-        if weight_desc is not None:
-            weight = weight_desc.load([pid_n * BLOCK_N, start])
-            x = x_desc.load([0, start]).T
-        elif EVEN_K:
+        if EVEN_K:
             weight = tl.load(weight_tile + start)  # [BLOCK_N, BLOCK_K]
             x = tl.load(x_tile + start, mask=mask_m, other=0.0)  # [BLOCK_K, BLOCK_M]
         else:
@@ -155,12 +146,6 @@ def gemm_skinny(
     splits = min(tiles.splits, triton.cdiv(k_size, tiles.block_k))
     partial, counter = workspace(x.device, blocks_n, splits, tiles.block_n * block_m)
     dependent = has_dependent_launch(x)
-    x_desc = weight_desc = None
-    if tiles.tma:
-        assert can_tile(x, n_size)
-        x_stride = x.stride(0) if num_rows > 1 else k_size  # a single row's says nothing
-        x_desc = TensorDescriptor(x, [num_rows, k_size], [x_stride, 1], [block_m, tiles.block_k])
-        weight_desc = TensorDescriptor(weight, [n_size, k_size], [k_size, 1], [tiles.block_n, tiles.block_k])
     _skinny_kernel[(blocks_n, splits)](
         x,
         weight,
@@ -174,8 +159,6 @@ def gemm_skinny(
         triton.cdiv(triton.cdiv(k_size, tiles.block_k), splits) * tiles.block_k,
         x.stride(0),
         out.stride(0),
-        x_desc,
-        weight_desc,
         GATED=gated,
         RESIDUAL=residual is not None,
         BLOCK_M=block_m,

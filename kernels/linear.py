@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -192,9 +192,7 @@ def choose(kind: str, x: torch.Tensor, weight: torch.Tensor, *, deterministic: b
     if deterministic:
         return DETERMINISTIC_TILES
     tiles = plan(kind, weight.shape[0], k_size, x.device).tiles_for(num_rows)
-    if isinstance(tiles, GemmTiles | SkinnyTiles) and not can_tile(x, weight.shape[0]):
-        return None if isinstance(tiles, GemmTiles) else replace(tiles, tma=False)
-    return tiles
+    return None if isinstance(tiles, GemmTiles) and not can_tile(x, weight.shape[0]) else tiles
 
 
 @cache

@@ -164,13 +164,12 @@ def apply(
     behind: dict[str, Any] = {"gated": gated, "residual": residual}
     if isinstance(tiles, WeightOnlyTiles) or activations is None:
         assert tiles is None or isinstance(tiles, WeightOnlyTiles)
-        fuses_norm = tiles is not None and tiles.fuses_norm and x.shape[0] == 1 and weight.order is None
-        if norm_weight is not None and not fuses_norm:
-            x, norm_weight = rms_norm(x, norm_weight, eps), None
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight, eps)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
         if tiles is not None:
-            return weight_only_product(x, weight, bias, tiles=tiles, norm_weight=norm_weight, eps=eps, **behind)
+            return weight_only_product(x, weight, bias, tiles=tiles, **behind)
         wide = dequantized(weight, x.dtype)
         kind = "gated" if gated else "plain" if residual is None else "add"
         return dense.apply(dense.choose(kind, x, wide, deterministic=False), x, wide, bias, **behind)

@@ -8,16 +8,13 @@ arXiv 2408.11743, and Machete). Scales multiply the fp32 sum of a group; a scale
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manta.kernels import runtime
 from manta.kernels.dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
-from manta.kernels.gemm import can_tile
 from manta.kernels.gemm_skinny import store_transposed
 from manta.kernels.gemv import gemv_reference
 from manta.kernels.runtime import jit
@@ -39,10 +36,6 @@ class WeightOnlyTiles:
     splits: int = 1
     inline_ptx: bool = True
     """Unpack by assembly where there is one."""
-    tma: bool = False
-    """The weight's tiles are fetched by the TMA unit, as `gemm.can_tile` says."""
-    fuses_norm: bool = False
-    """Of one row: the norm is part of the product. Tiles of 8 rows, whose x passes through registers."""
 
 
 def weight_only_reference(
@@ -50,14 +43,11 @@ def weight_only_reference(
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `weight_only_product`; fp32 inside, any number of rows."""
-    around: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "gated": gated, "residual": residual}
-    return gemv_reference(x, dequantize(weight), bias, **around)
+    return gemv_reference(x, dequantize(weight), bias, gated=gated, residual=residual)
 
 
 @jit(do_not_specialize=["num_rows", "steps_per_split"])
@@ -77,10 +67,6 @@ def _weight_only_kernel(
     steps_per_split,
     x_stride,
     out_stride,
-    weight_desc,
-    norm_weight_ptr,
-    eps,
-    inverse_k_size,
     IS_INT4: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -94,14 +80,9 @@ def _weight_only_kernel(
     SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     INLINE_PTX: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A step takes PLANES planes of PLANE elements of each row: the nibbles of PLANE words, or one plane of bytes.
-
-    With `norm_weight_ptr`, x is one row of up to BLOCK_ROW elements, which meet the norm's weights on the way; what
-    divides them waits for the end.
-    """
+    """A step takes PLANES planes of PLANE elements of each row: the nibbles of PLANE words, or one plane of bytes."""
     STEP_K: tl.constexpr = PLANE * PLANES
     GROUP_PLANES: tl.constexpr = PLANES if ONE_GROUP or GROUP >= STEP_K else GROUP // PLANE
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -122,15 +103,9 @@ def _weight_only_kernel(
     last = tl.minimum(first + steps_per_split, tl.cdiv(k_size, STEP_K))
     if PDL:
         wait_for_predecessor()
-    if norm_weight_ptr is not None:  # on its way while the weight streams
-        offs_row = tl.arange(0, BLOCK_ROW)
-        whole_row = tl.load(x_ptr + offs_row, mask=offs_row < k_size, other=0.0)
-        norm_tile = norm_weight_ptr + offs_m[None, :] * 0 + offs_j[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first, last):
-        if weight_desc is not None:
-            packed = weight_desc.load([pid_n * BLOCK_N, step * PLANE])
-        elif EVEN_K or IS_INT4:  # int4 rows are padded to whole steps
+        if EVEN_K or IS_INT4:  # int4 rows are padded to whole steps
             packed = tl.load(weight_tile + step * PLANE)  # [BLOCK_N, PLANE] words or bytes
         else:
             packed = tl.load(weight_tile + step * PLANE, mask=(step * PLANE + offs_j < k_size)[None, :], other=0.0)
@@ -142,10 +117,6 @@ def _weight_only_kernel(
                 x = tl.load(x_tile + start, mask=mask_m, other=0.0)  # [PLANE, BLOCK_M]
             else:
                 x = tl.load(x_tile + start, mask=mask_m & (start + offs_j < k_size)[:, None], other=0.0)
-            if norm_weight_ptr is not None:
-                mask_norm = mask_m if EVEN_K else mask_m & (start + offs_j < k_size)[:, None]
-                norm = tl.load(norm_tile + start, mask=mask_norm, other=0.0)  # pyright: ignore
-                x = (x.to(tl.float32) * norm.to(tl.float32)).to(DTYPE)
             if IS_INT4:
                 values = int4_values(packed, i, DTYPE, INLINE_PTX)  # [BLOCK_N, PLANE]
             elif weight_ptr.dtype.element_ty == tl.int8:
@@ -169,9 +140,6 @@ def _weight_only_kernel(
         let_successor_start()
     if ONE_GROUP:
         acc *= tl.load(scale_ptr + rows_n).to(tl.float32)[:, None]
-    if norm_weight_ptr is not None:
-        wide = whole_row.to(tl.float32)  # pyright: ignore[reportPossiblyUnboundVariable]
-        acc *= tl.rsqrt(tl.sum(wide * wide) * inverse_k_size + eps)
     if SPLITS > 1:
         tile = tl.program_id(2) * num_blocks_n + pid_n
         if store_part(acc, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):
@@ -192,8 +160,6 @@ def weight_only_product(
     bias: torch.Tensor | None = None,
     *,
     tiles: WeightOnlyTiles,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -201,8 +167,7 @@ def weight_only_product(
 
     `x` may have a row stride; its columns are in stored order (`weight.order` is the caller's business). `gated` and
     `residual` [M, N] as in `gemv`. The same inputs give the same bits in each run. Numbers that no zero point makes
-    fractional are exact in x's type. With `norm_weight` [K] one row is normalized first, by tiles that fuse it: x times
-    its weight is rounded to x's type, and the sum is divided in fp32. Specification: `weight_only_reference`.
+    fractional are exact in x's type. Specification: `weight_only_reference`.
     """
     num_rows, k_size = x.shape
     n_size = weight.out_features
@@ -213,7 +178,6 @@ def weight_only_product(
     assert weight.weight.is_contiguous()
     assert residual is None or residual.stride(1) == 1
     assert not gated or n_size % 2 == 0
-    assert norm_weight is None or (tiles.fuses_norm and num_rows == 1 and tiles.block_m == 8)
     out = residual
     if out is None:
         out = torch.empty((num_rows, n_size // 2 if gated else n_size), dtype=x.dtype, device=x.device)
@@ -226,11 +190,6 @@ def weight_only_product(
     blocks_n, blocks_m = triton.cdiv(n_size, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
     partial, counter = workspace(x.device, blocks_n * blocks_m, splits, tiles.block_n * tiles.block_m)
     dependent = has_dependent_launch(x)
-    weight_desc = None
-    if tiles.tma:
-        assert can_tile(weight.weight, n_size)
-        stored = [n_size, weight.weight.shape[1]]
-        weight_desc = TensorDescriptor(weight.weight, stored, [stored[1], 1], [tiles.block_n, plane])
     _weight_only_kernel[(blocks_n, splits, blocks_m)](
         x,
         weight.weight,
@@ -247,10 +206,6 @@ def weight_only_product(
         triton.cdiv(steps, splits),
         x.stride(0),
         out.stride(0),
-        weight_desc,
-        norm_weight,
-        eps,
-        1 / k_size,
         IS_INT4=is_int4,
         ONE_GROUP=one_group,
         GROUP=0 if one_group else weight.group,
@@ -264,7 +219,6 @@ def weight_only_product(
         SPLITS=splits,
         EVEN_K=k_size % (plane * planes) == 0,
         INLINE_PTX=tiles.inline_ptx and runtime.has_inline_ptx(x),
-        BLOCK_ROW=1 if norm_weight is None else triton.next_power_of_2(k_size),
         PDL=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

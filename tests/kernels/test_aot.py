@@ -285,7 +285,6 @@ def linear_config(kind: str, rows: int, k_size: int, tiles: linear.Tiles | None,
     if isinstance(tiles, gemm_skinny.SkinnyTiles):
         block_m = gemm_skinny.padded_rows(rows)
         flags |= {"BLOCK_M": block_m, "EVEN_K": k_size % tiles.block_k == 0, "PDL": pdl}
-        flags |= {"x_desc": None, "weight_desc": None}
         name = f"skinny-{kind}-m{block_m}-{tiles.block_n}x{tiles.block_k}-{schedule}"
         kernel = gemm_skinny._skinny_kernel
         types, not_divisible = linear_types(kernel), ("num_rows",)

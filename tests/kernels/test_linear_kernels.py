@@ -102,14 +102,10 @@ SKINNY = [
     (17, 130, 336, SkinnyTiles(64, 64, 4, 3, 3)),
     (5, 64, 80, SkinnyTiles(64, 64, 4, 3, 8)),
     (48, 70, 256, SkinnyTiles(64, 128, 4, 3, 2)),
-    (1, 80, 112, SkinnyTiles(64, 64, 4, 3, 1, tma=True)),
-    (17, 144, 336, SkinnyTiles(64, 64, 4, 3, 3, tma=True)),
     pytest.param(2, 6144, 4096, SkinnyTiles(64, 128, 4, 4, 2), marks=gpu),
     pytest.param(64, 4096, 14336, SkinnyTiles(64, 128, 4, 3, 4), marks=gpu),
     pytest.param(100, 28672, 4096, SkinnyTiles(64, 128, 4, 3, 1), marks=gpu),
     pytest.param(200, 1280, 8192, SkinnyTiles(128, 64, 8, 3, 4), marks=gpu),
-    pytest.param(1, 28672, 4096, SkinnyTiles(128, 128, 8, 3, 1, tma=True), marks=gpu),
-    pytest.param(33, 4096, 14336, SkinnyTiles(64, 256, 4, 3, 2, tma=True), marks=gpu),
 ]
 
 

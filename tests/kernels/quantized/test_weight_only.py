@@ -43,8 +43,6 @@ SHAPES = [
     (Format.INT8, 32, 3, 66, 96, SMALL),
     (Format.FP8, 0, 3, 70, 208, SMALL),
     (Format.FP8, 128, 33, 66, 336, replace(SMALL, block_k=128, block_m=32, splits=2)),
-    (Format.INT4, 128, 3, 96, 512, replace(SMALL, splits=2, tma=True)),
-    (Format.FP8, 0, 3, 96, 208, replace(SMALL, tma=True)),
     *(
         pytest.param(format, group, rows, n_size, k_size, tiles, marks=gpu)
         for format, group in FORMATS
@@ -54,7 +52,6 @@ SHAPES = [
             (16, 4096, 14336, WeightOnlyTiles(64, 16, 128, 4, 3, 8)),
             (64, 4096, 4096, WeightOnlyTiles(64, 64, 128, 4, 3, 2)),
             (200, 4096, 4096, WeightOnlyTiles(128, 128, 64, 8, 2, 1)),
-            (8, 4096, 14336, WeightOnlyTiles(64, 8, 128, 4, 3, 4, tma=True)),
         )
     ),
 ]  # fmt: skip
@@ -94,26 +91,3 @@ def test_what_stands_around_a_product(rows: int, splits: int, fused: str, device
 def test_scales_and_zero_points_of_16_bits(scales: torch.dtype, device: torch.device) -> None:
     weight = random_weight(Format.INT4, 66, 256, 64, device, zeros=True, scales=scales)
     check(Inputs.random(3, weight, torch.bfloat16), SMALL)
-
-
-NORMED = [
-    (70, 336, WeightOnlyTiles(64, 8, 64, 4, 3, fuses_norm=True)),
-    (66, 512, WeightOnlyTiles(64, 8, 64, 4, 3, splits=2, fuses_norm=True)),
-    (96, 512, WeightOnlyTiles(64, 8, 64, 4, 3, fuses_norm=True, tma=True)),
-    pytest.param(28672, 4096, WeightOnlyTiles(64, 8, 128, 4, 4, fuses_norm=True), marks=gpu),
-    pytest.param(4096, 14336, WeightOnlyTiles(64, 8, 256, 4, 3, splits=4, fuses_norm=True, tma=True), marks=gpu),
-]
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("format", "group"), FORMATS)
-@pytest.mark.parametrize(("n_size", "k_size", "tiles"), NORMED)
-def test_the_norm_of_one_row_is_part_of_its_product(
-    n_size: int, k_size: int, tiles: WeightOnlyTiles, format: Format, group: int, gated: bool, device: torch.device
-) -> None:
-    weight = random_weight(format, n_size, k_size, group or k_size, device)
-    x = 3 * Inputs.random(1, weight, torch.bfloat16).x
-    around = {"norm_weight": torch.rand(k_size, device=device).bfloat16() + 0.5, "eps": 1e-5, "gated": gated}
-    expected = weight_only_reference(x, weight, **around)
-    actual = weight_only_product(x, weight, tiles=tiles, **around)
-    assert_close(actual, expected, rtol=1e-2, atol=1e-2)
