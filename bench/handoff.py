@@ -135,14 +135,18 @@ def run(
     if devices is not None and len(devices) != 2:
         raise ConfigError(f"devices = {','.join(devices)!r}: must be two, as in cuda:0,cuda:1", field="devices")
     bench = HandoffBench(config, sizes, on_cpu, sayer(console), devices)
+
+    def report() -> Report:
+        details = {"notes": bench.notes()}
+        return Report("handoff", model=bench.model, workload=asdict(sizes), figures=bench.figures, details=details)
+
     for part in PARTS:
         if part in parts:
             bench.figures |= getattr(bench, part)()
-    report = Report(
-        "handoff", model=bench.model, workload=asdict(sizes), figures=bench.figures, details={"notes": bench.notes()}
-    )
-    report.finish(console, json_path)
-    return report
+            report().finish(None, json_path)  # a part that fails or is cut off leaves those before it
+    finished = report()
+    finished.finish(console, json_path)
+    return finished
 
 
 class HandoffBench:

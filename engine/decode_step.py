@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from manta.kernels import runtime
 from manta.kernels.attention_shared_prefix import SharedPrefix
 from manta.kernels.sampling import argmax, sample
 from manta.kernels.step_inputs import DecodeInputs, DecodeRecords, prepare_decode
@@ -193,5 +194,8 @@ class DecodeStep:
             prefix = None
             if self._kind.shares_prefix:
                 prefix = SharedPrefix(tensors["num_shared_tokens"], tensors["shared_row"], tensors["members"])
-            decode = DecodeRows(buffers.num_rows, table, tensors["slots"], inputs.seq_lens, longest, prefix)
+            cache = self._caches[0]
+            turns = prefix is None and cache.scales is None and runtime.use_triton(cache.keys)
+            slots = tensors["slots"]
+            decode = DecodeRows(buffers.num_rows, table, slots, inputs.seq_lens, longest, prefix, turns)
         return AttentionBatch(inputs.positions, inputs.slot_mapping, decode, prefill)

@@ -1,13 +1,17 @@
 """Attention of one query a sequence over the paged cache, with the keys split over programs (flash decoding).
 
 Knows the cache's layout [num_blocks, block_size, kv_heads, head_dim], no model and no scheduler. Which program takes
-which keys is said by kernels/decode_schedule; partial results are put together by kernels/merge_parts.
+which keys is said by kernels/decode_schedule; partial results are put together by kernels/merge_parts. Where new tokens
+come along (`NewTokens`), queries and keys are turned here and the cache is written before it is read: a kernel less in
+each layer of a decode step.
 
 Of a cache in 8 bits (kernels/quantized/kv_cache) the products take the codes, which 16 bits hold exactly; the scales of
 keys multiply the scores and those of values the weights, so that no tile is multiplied out.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +22,21 @@ from .decode_schedule import DecodeConfig, DecodeShape, DecodeWorkspace, find_pa
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .merge_parts import launch_merge, merge_group
 from .quantized.kv_cache import CacheScales, check_scales, dequantized_blocks, head_values
+from .rope import rope_and_store_reference, turn
 from .runtime import jit
 
 LOG2_E = 1.4426950408889634
+
+
+class NewTokens(NamedTuple):
+    """What the sequences' last tokens add to the cache, and the angles by position, as `rope_and_store` takes them."""
+
+    keys: torch.Tensor
+    """[seqs, kv_heads, dim], not turned."""
+    values: torch.Tensor
+    """[seqs, kv_heads, dim], with the strides of the keys and q's row stride."""
+    cos_sin: torch.Tensor
+    """[max_position, rot_dim] fp32: cosines, then sines."""
 
 
 def attention_decode_reference(
@@ -33,9 +49,17 @@ def attention_decode_reference(
     out: torch.Tensor | None = None,
     table_rows: torch.Tensor | None = None,
     scales: CacheScales | None = None,
+    new: NewTokens | None = None,
 ) -> torch.Tensor:
     """See `attention_decode`. Sequences of similar length share one padded call."""
     block_table = block_table if table_rows is None else block_table.index_select(0, table_rows)
+    if new is not None:
+        q, keys = q.clone(), new.keys.clone()
+        positions = seq_lens.long().clamp_min(1) - 1
+        block_size = key_cache.shape[1]
+        blocks = block_table.long().gather(1, positions[:, None] // block_size)[:, 0]
+        slots = torch.where(seq_lens > 0, blocks * block_size + positions % block_size, -1)
+        rope_and_store_reference(q, keys, new.values, positions, new.cos_sin, key_cache, value_cache, slots)
     if scales is not None:
         places = block_table, seq_lens
         key_cache, value_cache, block_table = dequantized_blocks(key_cache, value_cache, scales, *places)
@@ -152,11 +176,15 @@ def _attention_decode_kernel(
     log_sum_ptr,
     records_ptr,
     arrivals_ptr,
+    new_keys_ptr,
+    new_values_ptr,
+    cos_sin_ptr,
     scale_log2,
     q_stride,
     q_head_stride,
     out_stride,
     out_head_stride,
+    new_head_stride,
     table_stride,
     num_seqs,
     fill,
@@ -164,6 +192,7 @@ def _attention_decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROT_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,7 +208,8 @@ def _attention_decode_kernel(
 
     The only part of a sequence writes its output. Others leave partial results, merged by the part that is done last
     or, MERGES_APART, by a kernel of its own. With `members_ptr`, the keys of a member start behind the shared prefix
-    and its parts always leave partial results. With `key_scales_ptr` the cache has codes, times those scales.
+    and its parts always leave partial results. With `key_scales_ptr` the cache has codes, times those scales. With
+    `new_keys_ptr` the program of a sequence's last part writes its last key and value before it reads them.
     """
     pid_kv = tl.program_id(0)
     pid_part = tl.program_id(1)
@@ -189,11 +219,22 @@ def _attention_decode_kernel(
     seq, first_part, num_parts = find_part(
         pid_part, seq_lens_ptr, members_ptr, num_shared, num_seqs, fill, percent, TILE, BLOCK_SEQS
     )
+    seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=1)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    if new_keys_ptr is not None:
+        HALF: tl.constexpr = ROT_DIM // 2
+        is_first = offs_d < HALF
+        offs_other = tl.where(is_first, offs_d + HALF, offs_d - HALF)
+        mask_turn = offs_d < ROT_DIM
+        angles = cos_sin_ptr + (seq_len - 1).to(tl.int64) * ROT_DIM + tl.where(is_first, offs_d, offs_other)
+        cos = tl.load(angles, mask=mask_turn, other=1.0)
+        sin = tl.load(angles + HALF, mask=mask_turn, other=0.0)
+        sin = tl.where(is_first, -sin, sin)
     if PDL:
         wait_for_predecessor()
     if seq >= num_seqs:
         return
-    seq_len = tl.load(seq_lens_ptr + seq)
     if members_ptr is not None:
         num_shared = tl.where(tl.load(members_ptr + seq) != 0, num_shared, 0)
     part = pid_part - first_part
@@ -202,13 +243,11 @@ def _attention_decode_kernel(
     end = tl.minimum(num_shared + (part + 1) * num_tiles // num_parts * TILE, seq_len)
 
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
     offs_tile = tl.arange(0, TILE)
     mask_m = offs_m < GROUP
-    mask_d = offs_d < HEAD_DIM
     head = pid_kv * GROUP + offs_m
-    q_offset = seq.to(tl.int64) * q_stride + head[:, None] * q_head_stride + offs_d[None, :]
-    q = tl.load(q_ptr + q_offset, mask=mask_m[:, None] & mask_d[None, :], other=0.0)  # [group, dim]
+    q_rows = q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * q_head_stride
+    q = tl.load(q_rows + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)  # [group, dim]
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -218,6 +257,20 @@ def _attention_decode_kernel(
     table_row = block_table_ptr + table_row_id.to(tl.int64) * table_stride
     last_page = (seq_len - 1) // PAGE
     offs_kv = (pid_kv * HEAD_DIM + offs_d)[None, :]
+    if new_keys_ptr is not None:
+        mask_other = mask_m[:, None] & mask_turn[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
+        other = tl.load(q_rows + offs_other[None, :], mask=mask_other, other=0.0)  # pyright: ignore
+        q = turn(q, other, cos[None, :], sin[None, :], q.dtype)  # pyright: ignore[reportPossiblyUnboundVariable]
+        if part == num_parts - 1:
+            new_row = seq.to(tl.int64) * q_stride + pid_kv * new_head_stride
+            key = tl.load(new_keys_ptr + new_row + offs_d, mask=mask_d, other=0.0)
+            other_key = tl.load(new_keys_ptr + new_row + offs_other, mask=mask_turn, other=0.0)  # pyright: ignore
+            value = tl.load(new_values_ptr + new_row + offs_d, mask=mask_d, other=0.0)
+            slot = tl.load(table_row + last_page).to(tl.int64) * PAGE + (seq_len - 1) % PAGE
+            place = slot * SLOT + pid_kv * HEAD_DIM + offs_d
+            tl.store(key_cache_ptr + place, turn(key, other_key, cos, sin, key.dtype), mask=mask_d)  # pyright: ignore
+            tl.store(value_cache_ptr + place, value, mask=mask_d)
+            tl.debug_barrier()  # all threads' elements are written before any is read
     for start in range(begin, end, TILE):
         key_pos = start + offs_tile
         mask_key = key_pos < end
@@ -315,6 +368,7 @@ def attention_decode(
     max_seq_len: int,
     table_rows: torch.Tensor | None = None,
     scales: CacheScales | None = None,
+    new: NewTokens | None = None,
 ) -> torch.Tensor:
     """Return softmax(q k^T * scale) v for one query a sequence, [seqs, heads, dim].
 
@@ -323,7 +377,8 @@ def attention_decode(
     table_rows[i] of it. `seq_lens` [seqs] int32 counts the query's own token, whose k and v are in the cache already.
     Rows with length 0 are skipped and their output stays as it was. `workspace` is needed inside CUDA graphs, else the
     launcher allocates. The grid follows from the number of rows alone; `max_seq_len` is a bound that the caller vouches
-    for (the block table must cover it). `scales`: of caches in 8 bits.
+    for (the block table must cover it). `scales`: of caches in 8 bits. `new`: q and the new keys are not turned yet and
+    the cache, of 16 or 32 bits, lacks the queries' own tokens; it is written first, q stays as it was.
     """
     num_seqs, num_heads, head_dim = q.shape
     page, num_kv_heads = key_cache.shape[1:3]
@@ -331,7 +386,7 @@ def attention_decode(
     assert max_seq_len <= block_table.shape[1] * page
     if not runtime.use_triton(q):
         places = block_table, seq_lens, scale, out, table_rows
-        return attention_decode_reference(q, key_cache, value_cache, *places, scales)
+        return attention_decode_reference(q, key_cache, value_cache, *places, scales, new)
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     if num_seqs == 0:
         return out
@@ -349,7 +404,7 @@ def attention_decode(
         )
     launch_parts(
         q, key_cache, value_cache, block_table, seq_lens, scale, out,
-        workspace=workspace, table_rows=table_rows, shape=shape, config=config, scales=scales,
+        workspace=workspace, table_rows=table_rows, shape=shape, config=config, scales=scales, new=new,
     )  # fmt: skip
     if config.merges_apart:
         launch_merge(seq_lens, out, workspace=workspace, shape=shape)
@@ -372,6 +427,7 @@ def launch_parts(
     members: torch.Tensor | None = None,
     num_shared: torch.Tensor | None = None,
     scales: CacheScales | None = None,
+    new: NewTokens | None = None,
 ) -> None:
     """Attend to every sequence's keys, from `num_shared` [1] on where `members` [seqs] is not 0."""
     assert key_cache.is_contiguous()
@@ -381,6 +437,14 @@ def launch_parts(
     assert out.stride(2) == 1
     if scales is not None:
         check_scales(scales, key_cache)
+    if new is not None:
+        assert scales is None
+        assert members is None
+        assert new.keys.shape == new.values.shape
+        assert new.keys.stride() == new.values.stride()
+        assert new.keys.stride(0) == q.stride(0)
+        assert new.keys.stride(2) == 1
+        assert new.cos_sin.is_contiguous()
     num_seqs = q.shape[0]
     num_parts = num_seqs + config.spare(num_seqs)
     workspace.check(num_seqs, num_parts * q.shape[1], shape.num_kv_heads)
@@ -401,11 +465,15 @@ def launch_parts(
         workspace.log_sum,
         workspace.records,
         workspace.arrivals,
+        None if new is None else new.keys,
+        None if new is None else new.values,
+        None if new is None else new.cos_sin,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         out.stride(0),
         out.stride(1),
+        0 if new is None else new.keys.stride(1),
         block_table.stride(0),
         num_seqs,
         config.fill,
@@ -413,6 +481,7 @@ def launch_parts(
         KV_HEADS=shape.num_kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
+        ROT_DIM=0 if new is None else new.cos_sin.shape[1],
         PAGE=shape.page,
         BLOCK_SEQS=decode_schedule.block_seqs(num_seqs),
         BLOCK_M=max(16, triton.next_power_of_2(shape.group)),

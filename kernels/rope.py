@@ -57,6 +57,15 @@ def rope_reference(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, co
         rotated[..., first.shape[-1] :] = new_second
 
 
+@jit
+def turn(x, other, cos, sin, DTYPE: tl.constexpr):
+    """`x` turned, in DTYPE; `other` is what stands half the rotated elements further (times -`sin`) or before (`sin`).
+
+    Said to the last operation, so that all kernels that turn give the same bits.
+    """
+    return tl.fma(x.to(tl.float32), cos, other.to(tl.float32) * sin).to(DTYPE)  # pyright: ignore[reportArgumentType]
+
+
 @jit(do_not_specialize=["num_tokens"])
 def _rope_and_store_kernel(
     q_ptr,
@@ -120,13 +129,13 @@ def _rope_and_store_kernel(
 
     q_row = q_ptr + token.to(tl.int64)[:, None] * token_stride + (pid_head * GROUP + head)[:, None] * q_head_stride
     q_row += offs_half[None, :]
-    q_first = tl.load(q_row, mask=mask_q, other=0.0).to(tl.float32)  # [tokens * group, rot_dim / 2]
-    q_second = tl.load(q_row + HALF, mask=mask_q, other=0.0).to(tl.float32)
+    q_first = tl.load(q_row, mask=mask_q, other=0.0)  # [tokens * group, rot_dim / 2]
+    q_second = tl.load(q_row + HALF, mask=mask_q, other=0.0)
     row = token_k.to(tl.int64)[:, None] * token_stride
     k_row = k_ptr + row + pid_head * k_head_stride
     k_half = k_row + offs_half[None, :]
-    k_first = tl.load(k_half, mask=mask_k, other=0.0).to(tl.float32)  # [tokens, rot_dim / 2]
-    k_second = tl.load(k_half + HALF, mask=mask_k, other=0.0).to(tl.float32)
+    k_first = tl.load(k_half, mask=mask_k, other=0.0)  # [tokens, rot_dim / 2]
+    k_second = tl.load(k_half + HALF, mask=mask_k, other=0.0)
     is_stored = (slot >= 0)[:, None]
     offs_dim = tl.arange(0, BLOCK_DIM)
     mask_dim = is_stored & (offs_dim < HEAD_DIM)[None, :]
@@ -134,11 +143,11 @@ def _rope_and_store_kernel(
     # A head of few elements is held by several warps: all have loaded before one of them writes in place.
     tl.debug_barrier()
     q_type = q_ptr.dtype.element_ty
-    tl.store(q_row, (q_first * cos - q_second * sin).to(q_type), mask=mask_q)
-    tl.store(q_row + HALF, (q_second * cos + q_first * sin).to(q_type), mask=mask_q)
+    tl.store(q_row, turn(q_first, q_second, cos, -sin, q_type), mask=mask_q)
+    tl.store(q_row + HALF, turn(q_second, q_first, cos, sin, q_type), mask=mask_q)
     k_type = k_ptr.dtype.element_ty
-    new_first = (k_first * cos_k - k_second * sin_k).to(k_type)
-    new_second = (k_second * cos_k + k_first * sin_k).to(k_type)
+    new_first = turn(k_first, k_second, cos_k, -sin_k, k_type)
+    new_second = turn(k_second, k_first, cos_k, sin_k, k_type)
     tl.store(k_half, new_first, mask=mask_k)
     tl.store(k_half + HALF, new_second, mask=mask_k)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from manta.kernels.attention_decode import DecodeWorkspace, attention_decode
+from manta.kernels.attention_decode import DecodeWorkspace, NewTokens, attention_decode
 from manta.kernels.attention_prefill import attention_prefill
 from manta.kernels.attention_shared_prefix import SharedPrefix, attention_shared_prefix
 from manta.kernels.quantized.kv_cache import CacheScales
@@ -40,6 +40,9 @@ class DecodeRows:
     seq_lens: torch.Tensor  # [rows] int32
     max_seq_len: int
     prefix: SharedPrefix | None = None
+    turns: bool = False
+    """Whether the kernel that attends turns queries and keys and writes the cache: where the step has no other rows and
+    shares no prefix, and the cache has no scales."""
 
 
 @dataclass(frozen=True)
@@ -121,23 +124,36 @@ class Attention:
     ) -> torch.Tensor:
         """What the normalized `residual` [tokens, hidden] asks: [tokens, heads, head_dim], a view of a fresh tensor.
 
-        Writes the tokens' keys and values to the cache.
+        Writes the tokens' keys and values to the cache. Where the rows' kernel `turns`, that is left to it, and keys
+        and values stand behind the queries: [tokens, heads + 2 kv_heads, head_dim].
         """
-        q, k, v = self.qkv.after_norm(residual, self.norm).view(self._shape).split(self._heads, dim=1)
+        qkv = self.qkv.after_norm(residual, self.norm).view(self._shape)
+        q, k, v = qkv.split(self._heads, dim=1)
         if self.head_norms is not None:
             self.head_norms(q, k)
+        if batch.decode is not None and batch.decode.turns:
+            return qkv
         places = cache.keys, cache.values, batch.slot_mapping, cache.scales
         rope_and_store(q, k, v, batch.positions, cos_sin, *places)
         return q
 
     def add_to(
-        self, residual: torch.Tensor, q: torch.Tensor, rows: AttentionBatch | LastRows, cache: LayerCache
+        self,
+        residual: torch.Tensor,
+        q: torch.Tensor,
+        rows: AttentionBatch | LastRows,
+        cache: LayerCache,
+        cos_sin: torch.Tensor,
     ) -> None:
-        """Add what the queries `q` [tokens, heads, head_dim] find in the cache to `residual` [tokens, hidden]."""
+        """Add what `queries` returned finds in the cache to `residual` [tokens, hidden]."""
         decode, prefill = rows.decode, rows.prefill
         if prefill is None:
             assert decode is not None, "a step has at least one row"
-            attended = self._decode(q, decode, cache, None)
+            new = None
+            if decode.turns:
+                q, k, v = q.split(self._heads, dim=1)
+                new = NewTokens(k, v, cos_sin)
+            attended = self._decode(q, decode, cache, None, new)
         elif decode is None:
             attended = self._prefill(q, prefill, cache, None)
         else:
@@ -147,7 +163,14 @@ class Attention:
             self._prefill(q[first:], prefill, cache, attended[first:])
         self.output.add_to(residual, attended.view(-1, self._width))
 
-    def _decode(self, q: torch.Tensor, rows: DecodeRows, cache: LayerCache, out: torch.Tensor | None) -> torch.Tensor:
+    def _decode(
+        self,
+        q: torch.Tensor,
+        rows: DecodeRows,
+        cache: LayerCache,
+        out: torch.Tensor | None,
+        new: NewTokens | None = None,
+    ) -> torch.Tensor:
         places = cache.keys, cache.values, rows.block_table, rows.seq_lens, self._scale, out
         if rows.prefix is None:
             return attention_decode(
@@ -157,6 +180,7 @@ class Attention:
                 max_seq_len=rows.max_seq_len,
                 table_rows=rows.table_rows,
                 scales=cache.scales,
+                new=new,
             )
         return attention_shared_prefix(
             q,

@@ -93,8 +93,8 @@ class Decoder:
         *,
         on_layer: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` until all caches are written: the residual stream before the last layer here [tokens, hidden], and
-        that layer's queries [tokens, heads, head_dim]."""
+        """`forward` until the last layer here attends: the residual stream before it [tokens, hidden], and its queries
+        [tokens, heads, head_dim]. All caches are written, but for the last where the rows' kernel `turns`."""
         residual = inputs if self.embedding is None else self.embedding(inputs)
         q = residual
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -102,7 +102,7 @@ class Decoder:
             if on_layer is not None:
                 on_layer()
             if layer is not self.layers[-1]:
-                layer.attention.add_to(residual, q, batch, cache)
+                layer.attention.add_to(residual, q, batch, cache, self.cos_sin)
                 layer.mlp(residual)
         return residual, q
 
@@ -121,7 +121,7 @@ class Decoder:
                 return residual[:0]
             residual, q = residual.index_select(0, last.places), q.index_select(0, last.places)
         layer = self.layers[-1]
-        layer.attention.add_to(residual, q, batch if last is None else last, cache)
+        layer.attention.add_to(residual, q, batch if last is None else last, cache, self.cos_sin)
         layer.mlp(residual)
         return residual
 

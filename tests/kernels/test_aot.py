@@ -66,7 +66,8 @@ class Config:
 
 
 def attention_types(names: str) -> dict[str, str]:
-    pointers = dict.fromkeys(("q_ptr", "key_cache_ptr", "value_cache_ptr", "out_ptr"), "*{dtype}")
+    values = "q key_cache value_cache out new_keys new_values"
+    pointers = {f"{name}_ptr": "*{dtype}" for name in values.split()} | {"cos_sin_ptr": "*fp32"}
     int32 = "block_table table_rows table_row seq_lens query_start members num_shared records arrivals"
     pointers |= {f"{name}_ptr": "*i32" for name in int32.split()}
     pointers |= dict.fromkeys(("partial_ptr", "log_sum_ptr"), "*fp32") | {"scale_log2": "fp32"}
@@ -79,7 +80,13 @@ def decode_shape(dtype: str, dim: int, page: int, heads: int, kv: int) -> Decode
 
 
 def decode_config(
-    shape: DecodeShape, num_seqs: int, config: DecodeConfig, *, capability: int, shares: bool = False
+    shape: DecodeShape,
+    num_seqs: int,
+    config: DecodeConfig,
+    *,
+    capability: int,
+    shares: bool = False,
+    turns: bool = False,
 ) -> Config:
     kernel = attention_decode._attention_decode_kernel
     constants = {
@@ -87,14 +94,16 @@ def decode_config(
         "BLOCK_SEQS": decode_schedule.block_seqs(num_seqs), "BLOCK_M": max(16, triton.next_power_of_2(shape.group)),
         "BLOCK_D": max(16, triton.next_power_of_2(shape.head_dim)), "TILE": config.tile, "SWAPPED": config.swapped,
         "INLINE_PTX": config.inline_ptx, "MERGES_APART": config.merges_apart or shares,
-        "PDL": capability >= 90,
+        "PDL": capability >= 90, "ROT_DIM": shape.head_dim if turns else 0,
     } | NO_CODES  # fmt: skip
+    if not turns:
+        constants |= dict.fromkeys(("new_keys_ptr", "new_values_ptr", "cos_sin_ptr"))
     if not shares:
         constants |= {"members_ptr": None, "num_shared_ptr": None}
     how = "-".join(name for name in ("swapped", "inline_ptx", "merges_apart") if getattr(config, name))
     return Config(
         f"decode-d{shape.head_dim}-p{shape.page}-g{shape.group}-b{num_seqs}-t{config.tile}-w{config.num_warps}"
-        f"-s{config.num_stages}-{how}{'-shares' if shares else ''}",
+        f"-s{config.num_stages}-{how}{'-shares' if shares else ''}{'-turns' if turns else ''}",
         kernel,
         attention_types(" ".join(kernel.arg_names)),
         constants,
@@ -113,7 +122,8 @@ def decode_configs(
     entries = device_tables.get("attention_decode", {}).get(shape.key, [])
     chosen = [(entry.get("rows", 1024), decode_schedule.config_of(entry)) for entry in entries]
     chosen += [(rows, decode_schedule.default_config(rows, shape, 132)) for rows in (1, 16, 256)]
-    configs = [decode_config(shape, rows, config, capability=capability) for rows, config in chosen]
+    configs = [decode_config(shape, rows, config, capability=capability, turns=True) for rows, config in chosen]
+    configs.append(decode_config(shape, *chosen[0], capability=capability))
     configs.append(decode_config(shape, *chosen[-1], capability=capability, shares=True))
     tiles = decode_schedule.default_prefix_tiles(shape)
     prefix = attention_shared_prefix._shared_prefix_kernel

@@ -15,6 +15,7 @@ from manta.kernels import attention_decode as decode
 from manta.kernels import attention_shared_prefix as shared
 from manta.kernels import decode_schedule, runtime
 from manta.kernels.decode_schedule import DecodeConfig, DecodeShape, DecodeWorkspace
+from manta.kernels.rope import rope_and_store
 from tests.kernels.paged import random_caches
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -120,7 +121,13 @@ def workspace_for(batch: Batch) -> DecodeWorkspace:
     )
 
 
-def run(batch: Batch, *, shares: bool, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
+def run(
+    batch: Batch,
+    *,
+    shares: bool,
+    workspace: DecodeWorkspace | None = None,
+    new: decode.NewTokens | None = None,
+) -> torch.Tensor:
     out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device=batch.q.device)
     workspace = workspace or workspace_for(batch)
     places = (batch.q, *batch.paged, batch.seq_lens, batch.scale, out)
@@ -128,7 +135,7 @@ def run(batch: Batch, *, shares: bool, workspace: DecodeWorkspace | None = None)
     if shares:
         assert shared.attention_shared_prefix(*places, **options, prefix=batch.prefix) is out
     else:
-        assert decode.attention_decode(*places, **options) is out
+        assert decode.attention_decode(*places, **options, new=new) is out
     assert int(workspace.arrivals.abs().max()) == 0
     return out
 
@@ -203,6 +210,40 @@ def test_decode(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatc
 def test_decode_in_every_way(case: Case, config: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, device, **CONFIGS[config])
     check(make_batch(case, device), shares=False)
+
+
+@pytest.mark.parametrize("turned", ["whole", "half"])
+@pytest.mark.parametrize("case", with_gpu(CASES, GPU_CASES))
+def test_new_tokens_are_turned_and_stored_as_by_a_kernel_of_their_own(
+    case: Case, turned: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cpu":
+        force(monkeypatch, device)
+    batch = make_batch(case, device)
+    rows, page = len(case.lengths), case.page
+    fused = torch.randn(rows, case.heads + 2 * case.kv_heads, case.dim, device=device).to(case.dtype)
+    cos_sin = torch.randn(max(case.lengths), case.dim // (1 if turned == "whole" else 2), device=device)
+    live = batch.seq_lens > 0
+    positions = batch.seq_lens.long().clamp_min(1) - 1
+    blocks = batch.block_table[batch.table_rows].long().gather(1, positions[:, None] // page)[:, 0]
+    slots = torch.where(live, blocks * page + positions % page, -1)
+    for cache in (batch.key_cache, batch.value_cache):
+        cache.view(-1, case.kv_heads, case.dim)[slots[live]] = torch.nan
+
+    before = replace(batch, key_cache=batch.key_cache.clone(), value_cache=batch.value_cache.clone())
+    q, k, v = fused.clone().split([case.heads, case.kv_heads, case.kv_heads], dim=1)
+    rope_and_store(q, k, v, positions, cos_sin, before.key_cache, before.value_cache, slots)
+    expected = run(replace(before, q=q), shares=False)
+
+    q, k, v = fused.split([case.heads, case.kv_heads, case.kv_heads], dim=1)
+    kept = fused.clone()
+    actual = run(replace(batch, q=q), shares=False, new=decode.NewTokens(k, v, cos_sin))
+    assert actual[live].isfinite().all()
+    exact: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
+    assert_close(actual, expected, **exact)
+    assert_close(batch.key_cache, before.key_cache, **exact)
+    assert_close(batch.value_cache, before.value_cache, **exact)
+    assert torch.equal(fused, kept)
 
 
 @pytest.mark.parametrize("merges_apart", [True, False])
