@@ -14,7 +14,7 @@ from typing import Any
 
 from .report import ROOT
 
-DOCUMENTS = [ROOT / "docs" / name for name in ("performance.md", "quantization.md")]
+DOCUMENTS = [ROOT / "docs" / name for name in ("performance.md", "planning.md", "quantization.md")]
 RESULTS = ROOT / "bench" / "results" / "h200"
 
 GOALS = {
@@ -138,9 +138,22 @@ def beside_bf16(engine: Tree) -> list[list[str]]:
     return rows
 
 
+def step_errors(errors: Tree) -> list[list[str]]:
+    """Steps that a profile did not see, and how far each way of predicting them is off."""
+    (judged,) = errors["details"].values()
+    ways = {"profile_ms": "by the profile", "fitted_ms": "fitted to the profile", "peaks_ms": "peaks alone"}
+    rows = [["step", "measured, ms", *ways.values()]]
+    for row in judged["rows"]:
+        off = [f"{_number(row[way])} ({row[way] / row['measured_ms'] - 1:+.1%})" for way in ways]
+        rows.append([row["step"], _number(row["measured_ms"]), *off])
+    return rows
+
+
 ENGINE, TRACE, SCHEDULE = "engine-llama8b-bf16.json", "trace-llama8b-bf16.json", "schedule-llama8b-bf16.json"
 LAYERS, FP8, INT4 = "quantized-linears.json", "engine-llama8b-fp8.json", "engine-llama8b-int4.json"
+KV_FP8, ERRORS = "engine-llama8b-kv-fp8.json", "step-errors-llama8b-bf16.json"
 COMMANDS = {ENGINE: "engine", TRACE: "trace", SCHEDULE: "schedule", LAYERS: "quantized"}
+COMMANDS |= {KV_FP8: "engine --set kv_cache=fp8 --against bf16", ERRORS: "step-errors PROFILE"}
 COMMANDS |= {FP8: "engine --set quantization=fp8 --against bf16", INT4: "engine --set quantization=int4 --against bf16"}
 TABLES: dict[str, tuple[str, Callable[[Tree], list[list[str]]]]] = {
     "headlines": (ENGINE, headlines),
@@ -153,6 +166,8 @@ TABLES: dict[str, tuple[str, Callable[[Tree], list[list[str]]]]] = {
     "layers": (LAYERS, quantized_layers),
     "engine fp8": (FP8, beside_bf16),
     "engine int4": (INT4, beside_bf16),
+    "engine kv fp8": (KV_FP8, beside_bf16),
+    "step errors": (ERRORS, step_errors),
 }
 """Name -> (file in RESULTS, what makes rows of it, the first of which is the header)."""
 

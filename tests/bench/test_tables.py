@@ -48,6 +48,12 @@ def test_rows_are_there_for_what_was_measured() -> None:
     assert tables.ready(ENGINE)[1:] == [["light imports", "0.25", "0.2"], ["in all", "12", "7"]]
 
 
+def test_errors_of_predicted_steps_stand_beside_what_was_measured() -> None:
+    row = {"step": "5 decodes of 706", "measured_ms": 4.0, "peaks_ms": 3.0, "fitted_ms": 5.0, "profile_ms": 4.0}
+    rows = tables.step_errors({"details": {"model.json": {"rows": [row]}}})
+    assert rows[1] == ["5 decodes of 706", "4", "4 (+0.0%)", "5 (+25.0%)", "3 (-25.0%)"]
+
+
 def test_a_trace_becomes_a_matrix_of_kinds() -> None:
     one = Timeline.of([Kernel("gemm_kernel", 0, 80), Kernel("norm_kernel", 90, 100)], num_steps=2)
     other = Timeline.of([Kernel("gemm_kernel", 0, 10)], num_steps=1)
