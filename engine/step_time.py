@@ -181,7 +181,7 @@ class StepTimeModel:
             self._decode = Surface(
                 ((p.num_decode_seqs, p.num_decode_context_tokens, p.seconds) for p in profile.decode),
                 seconds_per_work=self._kv_bytes_per_token / hardware.memory_bandwidth,
-                seconds_of_x=lambda num_seqs: self._layers_s(num_seqs) + self._head_s(num_seqs),
+                seconds_of_x=self._sampling_layers_s,
             )
             self._prefill = Surface(
                 ((p.num_prefill_tokens, p.num_prefill_pairs, p.seconds) for p in profile.prefill),
@@ -333,3 +333,6 @@ class StepTimeModel:
 
     def _head_s(self, num_rows: float) -> float:
         return max(self._head_bytes / self._bandwidth, self._flops_per_logits_row * num_rows / self._flops)
+
+    def _sampling_layers_s(self, num_tokens: float) -> float:
+        return self._layers_s(num_tokens) + self._head_s(num_tokens)

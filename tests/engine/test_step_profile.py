@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,11 @@ def test_measured_points_come_out_as_they_were_measured(model: StepTimeModel, pr
     for measured in (*profile.decode, *profile.prefill):
         assert model.predict(StepShape.of_point(measured)) == pytest.approx(measured.seconds)
     assert model.predict(StepShape()) == 0.0
+
+
+def test_a_model_with_a_profile_can_go_to_another_process(model: StepTimeModel):
+    step = StepShape(500, 1500, 700_000, 200_000)
+    assert pickle.loads(pickle.dumps(model)).predict(step) == model.predict(step)
 
 
 @pytest.mark.parametrize(
