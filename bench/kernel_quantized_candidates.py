@@ -78,7 +78,8 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles 
         first = SwappedTiles(64, block_m, block_k, 4, 6 if grouped else 4, splits)
         halves = replace(first, splits=max(1, splits // 2))
         if not grouped:
-            return [first, halves, replace(first, block_k=128, num_stages=6), *_by_tma(first)]
+            narrow = [replace(tiles, block_m=8) for tiles in (first, halves)] if rows <= 8 else []
+            return [first, halves, replace(first, block_k=128, num_stages=6), *narrow, *_by_tma(first)]
         more = [replace(first, num_stages=4), replace(first, num_warps=8)]
         return [first, halves, *more, *(_weight_only(scheme, layer, rows) if rows <= 16 else [])]
     if grouped:
