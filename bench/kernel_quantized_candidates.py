@@ -51,13 +51,20 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     first = WeightOnlyTiles(64, block_m, 128, 4, 3, splits)
     # Two warps take the instruction of one warp (HMMA), as tiles of 8 rows do; a warpgroup's waits for the unpacking.
     small = [replace(first, block_n=32, num_warps=2, num_stages=stages) for stages in (3, 4)]
+    # Of so few weight rows that K need not be split, where parts cost as much as the product: 8 rows of x.
+    tiny = [
+        replace(first, block_n=16, num_warps=1, num_stages=4, splits=1),
+        replace(first, block_n=16, num_warps=1, num_stages=4, splits=max(1, splits // 2)),
+        replace(first, block_n=32, num_warps=2, num_stages=4, splits=max(1, splits // 2)),
+    ]
+    tiny = tiny if rows <= 8 else []
     if scheme.format is Format.INT4:
         if rows == 64:
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
         if rows == 32:
             return [first, replace(first, splits=2 * splits), replace(first, block_n=128), *small]
         more = [replace(first, splits=4 * splits), replace(first, num_stages=4), *(small if rows == 16 else [])]
-        return [first, replace(first, splits=2 * splits), *more, replace(first, splits=2 * splits, num_stages=4)]
+        return [first, replace(first, splits=2 * splits), *more, *tiny, replace(first, splits=2 * splits, num_stages=4)]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
     small = [replace(tiles, inline_ptx=False) for tiles in small]
@@ -66,7 +73,10 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
     # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
     halves = [replace(plain, block_m=8, num_stages=3), *small] if rows == 16 else []
-    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves]
+    tiny = [replace(tiles, inline_ptx=False) for tiles in tiny]
+    if scheme.group is None:
+        tiny += [replace(tiles, block_k=256, num_stages=3) for tiles in tiny[:2]]
+    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves, *tiny]
 
 
 def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:

@@ -101,8 +101,12 @@ def _swapped_kernel(
     x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * k_size + offs_k[:, None]
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, k_size)
+    if not GROUPED:
+        row_scale = tl.load(scale_ptr + rows_n)
     if PDL:
         wait_for_predecessor()
+    if not GROUPED:
+        x_scale = tl.load(x_scale_ptr + row + offs_m, mask=mask_m, other=0.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUPED else SUM)
     for start in range(begin, end, BLOCK_K):
         if weight_desc is not None:
@@ -127,8 +131,7 @@ def _swapped_kernel(
     if GROUPED:
         total = acc
     else:
-        x_scale = tl.load(x_scale_ptr + row + offs_m, mask=mask_m, other=0.0)
-        total = acc.to(tl.float32) * tl.load(scale_ptr + rows_n)[:, None] * x_scale[None, :]
+        total = acc.to(tl.float32) * row_scale[:, None] * x_scale[None, :]  # pyright: ignore
     if SPLITS > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + pid_n
         if store_part(total, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):

@@ -101,6 +101,8 @@ def _weight_only_kernel(
     x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * x_stride + offs_j[:, None]
     first = split * steps_per_split
     last = tl.minimum(first + steps_per_split, tl.cdiv(k_size, STEP_K))
+    if ONE_GROUP:
+        row_scale = tl.load(scale_ptr + rows_n).to(tl.float32)
     if PDL:
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -139,7 +141,7 @@ def _weight_only_kernel(
     if PDL:
         let_successor_start()
     if ONE_GROUP:
-        acc *= tl.load(scale_ptr + rows_n).to(tl.float32)[:, None]
+        acc *= row_scale[:, None]  # pyright: ignore[reportPossiblyUnboundVariable]
     if SPLITS > 1:
         tile = tl.program_id(2) * num_blocks_n + pid_n
         if store_part(acc, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):
