@@ -15,7 +15,7 @@ import torch
 
 from manta.kernels import runtime
 from manta.kernels.attention_shared_prefix import SharedPrefix
-from manta.kernels.sampling import argmax, sample
+from manta.kernels.sampling import BySlot, argmax, sample
 from manta.kernels.step_inputs import DecodeInputs, DecodeRecords, prepare_decode
 
 from .batch import SharedBlocks, SlotState
@@ -160,6 +160,8 @@ class DecodeStep:
                 return DecodeOutputs(logits=logits.new_empty(len(logits), 0))
             assert self._logits is not None
             return DecodeOutputs(logits=self._logits[: len(logits)].copy_(logits))
+        if self._kind.draw is Draw.GREEDY and self._share is None:
+            return DecodeOutputs(token_ids=argmax(logits, BySlot(inputs.slots, state.last_token_ids)))
         token_ids = self._draw(logits) if draws else torch.empty_like(inputs.token_ids)
         if self._share is not None:
             self._share.tell(token_ids)

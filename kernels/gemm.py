@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import runtime
+from .activation import silu
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 from .split_k import finish_tile, store_part, workspace
@@ -52,7 +53,7 @@ def _store_subtile(
         out += tl.load(bias_ptr + offs_n, mask=offs_n < n_size, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate, up = out.reshape(out.shape[0], WIDTH // 2, 2).split()
-        out = gate * tl.sigmoid(gate) * up
+        out = silu(gate) * up
         column = column // 2
     if RESIDUAL:
         out += out_desc.load([row, column]).to(tl.float32)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from . import runtime
+from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 from .sampling_noise import base_of, exponential_reference, random_base, scores
 from .sampling_rounds import row_settled, run_rounds
@@ -105,6 +106,7 @@ def _chunk_kernel(
     vocab,
     DRAWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Largest logit of a chunk and its lowest id; with DRAWS also the chunk's sum of exp((x - largest) / temperature),
     its highest score and that one's id."""
@@ -112,6 +114,9 @@ def _chunk_kernel(
     pid_chunk = tl.program_id(1)
     offs = pid_chunk * CHUNK + tl.arange(0, CHUNK)
     row = logits_ptr + pid_row.to(tl.int64) * logits_stride
+    if PDL:
+        wait_for_predecessor()
+        let_successor_start()
     x = tl.load(row + offs, mask=offs < vocab, other=float("-inf")).to(tl.float32)
     largest, index = tl.max(x, 0, return_indices=True)
     place = pid_row * tl.num_programs(1) + pid_chunk
@@ -130,12 +135,20 @@ def _chunk_kernel(
 
 
 @_jit_chunks
-def _argmax_kernel(chunk_max_ptr, chunk_id_ptr, out_ptr, num_chunks, BLOCK_CHUNKS: tl.constexpr):
+def _argmax_kernel(
+    chunk_max_ptr, chunk_id_ptr, out_ptr, slots_ptr, by_slot_ptr, num_chunks,
+    BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pid_row = tl.program_id(0)
     offs = tl.arange(0, BLOCK_CHUNKS)
+    if PDL:
+        wait_for_predecessor()
     maxima = tl.load(chunk_max_ptr + pid_row * num_chunks + offs, mask=offs < num_chunks, other=float("-inf"))
     _, chunk = tl.max(maxima, 0, return_indices=True)
-    tl.store(out_ptr + pid_row, tl.load(chunk_id_ptr + pid_row * num_chunks + chunk).to(tl.int64))
+    token_id = tl.load(chunk_id_ptr + pid_row * num_chunks + chunk).to(tl.int64)
+    tl.store(out_ptr + pid_row, token_id)
+    if by_slot_ptr is not None:
+        tl.store(by_slot_ptr + tl.load(slots_ptr + pid_row), token_id)
 
 
 @_jit_chunks
@@ -346,17 +359,35 @@ def _draw_kernel(
         tl.store(out_ptr + pid_row, tl.load(chunk_drawn_ptr + chunk_row + chunk).to(tl.int64))
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of the largest logit of each row of `logits` [rows, vocab], the lowest among equals, as int64."""
+class BySlot(NamedTuple):
+    """Where rows leave a second copy of their ids: row i in `token_ids` [slots] int64 at `slots[i]`, [rows] int64."""
+
+    slots: torch.Tensor
+    token_ids: torch.Tensor
+
+
+def argmax(logits: torch.Tensor, by_slot: BySlot | None = None) -> torch.Tensor:
+    """Return the id of the largest logit of each row of `logits` [rows, vocab], the lowest among equals, as int64.
+
+    Of rows that name one slot, padding, any one's id stays there.
+    """
     if not runtime.use_triton(logits):
-        return logits.argmax(-1)
+        token_ids = logits.argmax(-1)
+        if by_slot is not None:
+            by_slot.token_ids.index_copy_(0, by_slot.slots, token_ids)
+        return token_ids
     num_rows = logits.shape[0]
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         stats = _chunk_stats(logits)
         num_chunks = stats.largest.shape[1]
         block_chunks = triton.next_power_of_2(num_chunks)
-        _argmax_kernel[(num_rows,)](stats.largest, stats.ids, out, num_chunks, BLOCK_CHUNKS=block_chunks, num_warps=1)
+        slots, token_ids = (None, None) if by_slot is None else by_slot
+        dependent = has_dependent_launch(logits)
+        _argmax_kernel[(num_rows,)](
+            stats.largest, stats.ids, out, slots, token_ids, num_chunks,
+            BLOCK_CHUNKS=block_chunks, PDL=dependent, num_warps=1, launch_pdl=dependent,
+        )  # fmt: skip
     return out
 
 
@@ -384,6 +415,7 @@ def _chunk_stats(
     draws = temperature is not None
     sums, best = (torch.empty_like(largest), torch.empty_like(largest)) if draws else (None, None)
     drawn = torch.empty_like(ids) if draws else None
+    dependent = has_dependent_launch(logits)
     _chunk_kernel[(num_rows, num_chunks)](
         logits,
         temperature,
@@ -398,7 +430,9 @@ def _chunk_stats(
         vocab,
         DRAWS=draws,
         CHUNK=_CHUNK,
+        PDL=dependent,
         num_warps=4,
+        launch_pdl=dependent,
     )
     return _ChunkStats(largest, ids, sums, best, drawn)
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import runtime
+from .dependent_launch import has_dependent_launch, let_successor_start
 from .runtime import jit
 
 
@@ -89,8 +90,11 @@ def _prepare_decode_kernel(
     table_stride,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK rows. A slot stands in one row only, so no two threads touch the same place."""
+    if PDL:
+        let_successor_start()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num_rows
     slot = tl.load(slots_ptr + offs, mask=mask, other=0).to(tl.int64)
@@ -150,5 +154,6 @@ def prepare_decode(
         block_table.stride(0),
         PAGE=block_size,
         BLOCK=block,
+        PDL=has_dependent_launch(block_table),
         num_warps=4,
     )

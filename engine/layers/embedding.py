@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding
 
 from manta.engine.parallel.groups import TensorGroup
+from manta.kernels.embedding import embedding
 
 
 class Embedding:

@@ -25,6 +25,7 @@ from manta.kernels import (
     attention_decode,
     attention_shared_prefix,
     decode_schedule,
+    embedding,
     gemm,
     gemm_skinny,
     gemv,
@@ -109,8 +110,18 @@ def decode_config(
         constants,
         config.num_warps,
         config.num_stages,
-        ("num_seqs", "fill", "percent", "table_stride", "table_rows_ptr", "seq_lens_ptr", "members_ptr", "scale_log2"),
-    )
+        (
+            "num_seqs",
+            "fill",
+            "percent",
+            "least",
+            "table_stride",
+            "table_rows_ptr",
+            "seq_lens_ptr",
+            "members_ptr",
+            "scale_log2",
+        ),
+    )  # fmt: skip
 
 
 def decode_configs(
@@ -171,7 +182,7 @@ def small_configs(capability: int) -> list[Config]:
         "out_ptr": "*i64",
     }
     chunks |= dict.fromkeys(("chunk_id_ptr", "candidate_id_ptr", "chunk_count_ptr"), "*i32")
-    chunks |= {"seeds_ptr": "*i64", "positions_ptr": "*i64"}
+    chunks |= dict.fromkeys(("seeds_ptr", "positions_ptr", "slots_ptr", "by_slot_ptr"), "*i64")
     for prefix in ("", "new_"):
         chunks |= {f"{prefix}{name}_ptr": "*fp32" for name in ("score", "mass")}
         chunks |= {f"{prefix}{name}_ptr": "*i32" for name in ("drawn", "proposed", "settled")}
@@ -220,10 +231,15 @@ def small_configs(capability: int) -> list[Config]:
             {"cache_ptr": "*{dtype}", "src_ids_ptr": "*i64", "dst_ids_ptr": "*i64", "block_elements": "i32"},
             {"BLOCK": 2048},
         ),
-        sampling_config(
-            "chunk", sampling._chunk_kernel, 4, {"DRAWS": True, "CHUNK": sampling._CHUNK}
+        Config(
+            "embedding", embedding._embedding_kernel,
+            {"token_ids_ptr": "*i64", "weight_ptr": "*{dtype}", "out_ptr": "*{dtype}", "hidden": "i32"},
+            {"BLOCK": 1024, "PDL": capability >= 90},
         ),
-        sampling_config("argmax", sampling._argmax_kernel, 1, {"BLOCK_CHUNKS": 64}),
+        sampling_config(
+            "chunk", sampling._chunk_kernel, 4, {"DRAWS": True, "CHUNK": sampling._CHUNK, "PDL": capability >= 90}
+        ),
+        sampling_config("argmax", sampling._argmax_kernel, 1, {"BLOCK_CHUNKS": 64, "PDL": capability >= 90}),
         sampling_config("candidates", sampling._candidate_kernel, 4, sizes),
         sampling_config(
             "round", sampling_rounds.round_kernel, 4, {"FIRST": False, "CHUNK": sampling._CHUNK, "BLOCK_CHUNKS": 64}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from manta.kernels import activation, kv_cache, rmsnorm, rope
+from manta.kernels import activation, embedding, kv_cache, rmsnorm, rope
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -51,6 +51,26 @@ def test_silu_and_mul(num_tokens: int, inter: int, dtype: torch.dtype, device: t
     assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     actual = activation.silu_and_mul_reference(in_turns, interleaved=True)
     assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("size", [80.0, *(pytest.param(size, marks=gpu) for size in (90.0, 200.0, 1e30))])
+def test_silu_of_large_numbers_is_the_number_or_nothing(size: float, device: torch.device) -> None:
+    gate_up = torch.tensor([[-size, size, 1.0, 1.0]], device=device)
+    assert_close(activation.silu_and_mul(gate_up).tolist(), [[0.0, size]], rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 576), (5, 1100), pytest.param(300, 4096, marks=gpu)])
+def test_embedding(num_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    weight = torch.randn(50, hidden, device=device).to(dtype)
+    token_ids = torch.randint(0, 50, (num_tokens,), device=device)
+    expected = embedding.embedding_reference(token_ids, weight)
+    assert_close(embedding.embedding(token_ids, weight), expected, rtol=0, atol=0)
+
+
+def test_embedding_of_no_tokens(device: torch.device) -> None:
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    assert embedding.embedding(none, torch.ones(50, 64, device=device)).shape == (0, 64)
 
 
 ROPE_CASES = [

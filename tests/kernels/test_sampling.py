@@ -211,6 +211,14 @@ def test_argmax_takes_the_lowest_id_among_equals(
     assert sampling.argmax(equal).tolist() == [0] * count
 
 
+def test_argmax_leaves_a_copy_of_each_id_at_the_rows_slot(device: torch.device) -> None:
+    logits = torch.randn(3, 3000, device=device)
+    slots, by_slot = torch.tensor([4, 0, 2], device=device), torch.full((6,), -1, device=device)
+    found = sampling.argmax(logits, sampling.BySlot(slots, by_slot)).tolist()
+    assert found == logits.argmax(-1).tolist()
+    assert by_slot.tolist() == [found[1], -1, found[2], -1, found[0], -1]
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize(("count", "vocab"), SHAPES)
 def test_sample_of_mixed_rows(count: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
