@@ -20,14 +20,6 @@ def silu_and_mul_reference(gate_up: torch.Tensor, *, interleaved: bool = False) 
 
 
 @jit
-def silu(x):
-    """x / (1 + exp(-x)) of fp32, with two instructions of the special function unit and five others: division has a
-    path for divisors that cannot occur here, and is half of a wide tile's epilogue."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return x * root * root
-
-
-@jit
 def _silu_and_mul_kernel(
     gate_up_ptr, out_ptr, gate_up_stride, inter,
     INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -46,7 +38,7 @@ def _silu_and_mul_kernel(
     else:
         gate = tl.load(row + offs, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(row + inter + offs, mask=mask, other=0.0).to(tl.float32)
-    out = silu(gate) * up
+    out = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + pid_token * inter + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import silu
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 from .split_k import finish_tile, store_part, workspace
@@ -40,7 +39,7 @@ def store_transposed(
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < n_size, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate, up = acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1).split()
-        out = silu(gate) * up  # [BLOCK_N / 2, BLOCK_M]
+        out = gate * tl.sigmoid(gate) * up  # [BLOCK_N / 2, BLOCK_M]
         offs_out = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         mask = (offs_out < n_size // 2)[:, None] & (offs_m < num_rows)[None, :]
     else:

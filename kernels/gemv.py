@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import silu
 from .dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from .runtime import jit
 
@@ -98,7 +97,7 @@ def _gemv_kernel(
         out += tl.load(bias_ptr + offs_n, mask=offs_n < n_size, other=0.0).to(tl.float32)
     if GATED:
         gate, up = out.reshape(BLOCK_N // 2, 2).split()
-        out = silu(gate) * up
+        out = gate * tl.sigmoid(gate) * up
         offs_out = pid * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         mask_out = offs_out < n_size // 2
     else:

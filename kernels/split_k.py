@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import triton.language as tl
 
-from .activation import silu
 from .runtime import jit
 
 _NUM_STREAMS = 64
@@ -74,7 +73,7 @@ def finish_tile(
             out += bias.to(tl.float32)[None, :]
         if GATED:
             gate, up = out.reshape(STEP, COLUMNS // 2, 2).split()
-            out = silu(gate) * up
+            out = gate * tl.sigmoid(gate) * up
             offs_out = column // 2 + tl.arange(0, COLUMNS // 2)
             mask = mask_m[:, None] & (offs_out < n_size // 2)[None, :]
         else:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from manta.kernels.activation import silu, silu_and_mul
+from manta.kernels.activation import silu_and_mul
 from manta.kernels.runtime import jit
 
 from .layout import Format, QuantizedWeight
@@ -34,7 +34,7 @@ def _scale_kernel(
         out += tl.load(bias_ptr + offs_n, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         gate, up = out.reshape(BLOCK // 2, 2).split()
-        out = silu(gate) * up
+        out = gate * tl.sigmoid(gate) * up
         offs_n = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         mask = offs_n < n_size // 2
     places = out_ptr + row * out_stride + offs_n

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from manta.kernels import runtime
-from manta.kernels.activation import silu, silu_and_mul_reference
+from manta.kernels.activation import silu_and_mul_reference
 from manta.kernels.dependent_launch import has_dependent_launch, let_successor_start, wait_for_predecessor
 from manta.kernels.rmsnorm import rms_norm_reference
 from manta.kernels.runtime import jit
@@ -115,7 +115,7 @@ def _quantize_kernel(
         offs_pair = tl.arange(0, 2 * BLOCK)
         pairs = tl.load(x_ptr + pid * x_stride + offs_pair, mask=offs_pair < 2 * dim, other=0.0).to(tl.float32)
         gate, up = pairs.reshape(BLOCK, 2).split()
-        x = silu(gate) * up
+        x = gate * tl.sigmoid(gate) * up
     else:
         x = tl.load(x_ptr + pid * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
     if norm_weight_ptr is not None:

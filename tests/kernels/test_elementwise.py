@@ -53,12 +53,6 @@ def test_silu_and_mul(num_tokens: int, inter: int, dtype: torch.dtype, device: t
     assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("size", [80.0, *(pytest.param(size, marks=gpu) for size in (90.0, 200.0, 1e30))])
-def test_silu_of_large_numbers_is_the_number_or_nothing(size: float, device: torch.device) -> None:
-    gate_up = torch.tensor([[-size, size, 1.0, 1.0]], device=device)
-    assert_close(activation.silu_and_mul(gate_up).tolist(), [[0.0, size]], rtol=1e-6, atol=1e-30)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 576), (5, 1100), pytest.param(300, 4096, marks=gpu)])
 def test_embedding(num_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
