@@ -26,6 +26,7 @@ from manta.engine.stats import EngineInfo, Snapshot
 
 START_S = 600.0
 ANSWER_S = 120.0
+CLOSE_S = 60.0
 _IDLE_MS = 20
 
 T = TypeVar("T")
@@ -122,9 +123,15 @@ class Child(Generic[T]):
         return message
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionError):
+        """What the child still says is dropped: while it writes to a full pipe it does not see that it shall end."""
+        end_s = time.monotonic() + CLOSE_S
+        with contextlib.suppress(EOFError, ConnectionError):
             self.pipe.send(None)
-        self._process.join(60)
+            while (left_s := end_s - time.monotonic()) > 0 and self.pipe in wait(
+                [self.pipe, self._process.sentinel], left_s
+            ):
+                self.pipe.recv()
+        self._process.join(max(0.0, end_s - time.monotonic()))
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -157,7 +157,7 @@ def page_of(table_row, index, INLINE_PTX: tl.constexpr):
 
 
 @jit(
-    do_not_specialize=["num_seqs", "fill", "percent", "least", "table_stride"],
+    do_not_specialize=["num_seqs", "fill", "percent", "table_stride"],
     do_not_specialize_on_alignment=["table_rows_ptr", "seq_lens_ptr", "members_ptr", "num_shared_ptr"],
 )
 def _attention_decode_kernel(
@@ -189,7 +189,6 @@ def _attention_decode_kernel(
     num_seqs,
     fill,
     percent,
-    least,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -218,7 +217,7 @@ def _attention_decode_kernel(
     if members_ptr is not None:
         num_shared = tl.load(num_shared_ptr)
     seq, first_part, num_parts = find_part(
-        pid_part, seq_lens_ptr, members_ptr, num_shared, num_seqs, fill, percent, least, TILE, BLOCK_SEQS
+        pid_part, seq_lens_ptr, members_ptr, num_shared, num_seqs, fill, percent, TILE, BLOCK_SEQS
     )
     seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=1)
     offs_d = tl.arange(0, BLOCK_D)
@@ -479,7 +478,6 @@ def launch_parts(
         num_seqs,
         config.fill,
         config.percent,
-        config.least,
         KV_HEADS=shape.num_kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,

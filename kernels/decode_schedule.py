@@ -63,8 +63,6 @@ class DecodeConfig:
     """Block ids are read by assembly, which hides them from the pipeliner: it keeps more keys in flight."""
     merges_apart: bool = True
     """The parts of a sequence are merged by a kernel of its own instead of by the last part's program."""
-    least: int = 1
-    """Tiles that a part has at least: fewer are not worth a merge."""
 
     def spare(self, num_seqs: int) -> int:
         return max(1, self.fill, num_seqs * self.percent // 100)
@@ -209,7 +207,6 @@ def find_part(
     num_seqs,
     fill,
     percent,
-    least,
     TILE: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
 ):
@@ -220,13 +217,13 @@ def find_part(
     if BLOCK_SEQS == 1:
         first = pid_part * 0
         num_tiles = _own_tiles(seq_lens_ptr, members_ptr, num_shared, first, first < num_seqs, TILE)
-        size = _part_size(num_tiles, 1, fill, percent, least)
+        size = _part_size(num_tiles, 1, fill, percent)
         num_parts = tl.cdiv(num_tiles, size)
         seq = tl.where(pid_part < num_parts, 0, 1)
     else:
         offs = tl.arange(0, BLOCK_SEQS)
         tiles = _own_tiles(seq_lens_ptr, members_ptr, num_shared, offs, offs < num_seqs, TILE)
-        size = _part_size(tl.sum(tiles, 0), tl.sum((tiles > 0).to(tl.int32), 0), fill, percent, least)
+        size = _part_size(tl.sum(tiles, 0), tl.sum((tiles > 0).to(tl.int32), 0), fill, percent)
         parts = (tiles + size - 1) // size
         ends = tl.cumsum(parts, 0)
         is_before = (ends <= pid_part) & (offs < num_seqs)
@@ -246,7 +243,7 @@ def _own_tiles(seq_lens_ptr, members_ptr, num_shared, offs, mask, TILE: tl.const
 
 
 @jit
-def _part_size(num_tiles, num_live, fill, percent, least):
-    """Tiles a part, `least` or more: at most `fill` or `percent` of `num_live` parts beyond one a live sequence."""
+def _part_size(num_tiles, num_live, fill, percent):
+    """Tiles a part such that at most `fill` or `percent` of `num_live` parts come on top of one a live sequence."""
     spare = tl.maximum(tl.maximum(fill, num_live * percent // 100), 1)
-    return tl.maximum((num_tiles + spare - 1) // spare, least)
+    return tl.maximum((num_tiles + spare - 1) // spare, 1)

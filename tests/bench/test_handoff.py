@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from manta.bench import handoff
 from manta.bench.handoff import Sizes
+from manta.bench.handoff_processes import Child, Ready, Tokens
 from manta.engine.config import EngineConfig
 from manta.engine.errors import ConfigError
 from tests.engine.kv_transfer.pairs import TINY
@@ -65,3 +67,15 @@ def test_devices_come_in_pairs(tmp_path: Path):
 def test_a_part_that_there_is_not_is_refused_by_name(tmp_path: Path):
     with pytest.raises(ConfigError, match="nonsense"):
         handoff.run(tiny_config(tmp_path), parts=["nonsense"])
+
+
+def talk_until_told_to_end(pipe: Connection) -> None:
+    pipe.send(Ready(None))
+    while not pipe.poll():
+        pipe.send(Tokens(0.0, [("request", list(range(1000)), None)]))
+
+
+def test_a_process_that_nobody_listens_to_any_more_ends_by_itself():
+    child: Child[None] = Child(talk_until_told_to_end)
+    child.close()
+    assert child._process.exitcode == 0

@@ -110,18 +110,8 @@ def decode_config(
         constants,
         config.num_warps,
         config.num_stages,
-        (
-            "num_seqs",
-            "fill",
-            "percent",
-            "least",
-            "table_stride",
-            "table_rows_ptr",
-            "seq_lens_ptr",
-            "members_ptr",
-            "scale_log2",
-        ),
-    )  # fmt: skip
+        ("num_seqs", "fill", "percent", "table_stride", "table_rows_ptr", "seq_lens_ptr", "members_ptr", "scale_log2"),
+    )
 
 
 def decode_configs(

@@ -195,7 +195,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cut-merged-by-the-last": {"fill": 6, "percent": 300, "merges_apart": False},
     "swapped": {"fill": 2, "swapped": True},
     "inline": {"inline_ptx": True},
-    "coarse": {"fill": 6, "percent": 300, "merges_apart": False, "least": 2},
 }
 
 
@@ -352,23 +351,21 @@ def test_graph_follows_its_inputs(num_seqs: int, shares: bool, device: torch.dev
 
 
 @pytest.mark.parametrize("lengths", [[1], [0], [130], [0, 5, 17, 0, 400], [16] * 20, [0] * 30 + [7] * 40])
-@pytest.mark.parametrize(("fill", "percent", "least"), [(1, 1, 1), (5, 67, 1), (40, 200, 1), (40, 200, 3)])
-def test_parts_cover_each_key_once(
-    lengths: list[int], fill: int, percent: int, least: int, device: torch.device
-) -> None:
+@pytest.mark.parametrize(("fill", "percent"), [(1, 1), (5, 67), (40, 200)])
+def test_parts_cover_each_key_once(lengths: list[int], fill: int, percent: int, device: torch.device) -> None:
     """Every program finds its part, all parts together are the sequences, and those beyond them find nothing."""
-    config = DecodeConfig(16, 4, 3, fill, percent, least=least)
+    config = DecodeConfig(16, 4, 3, fill, percent)
     num_seqs = len(lengths)
     num_parts = num_seqs + config.spare(num_seqs)
     found = torch.full((num_parts, 3), -1, dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     _find_kernel[(num_parts,)](
-        seq_lens, found, num_seqs, fill, percent, least, TILE=16, BLOCK_SEQS=decode_schedule.block_seqs(num_seqs)
+        seq_lens, found, num_seqs, fill, percent, TILE=16, BLOCK_SEQS=decode_schedule.block_seqs(num_seqs)
     )
     expected: list[tuple[int, int, int]] = []
     tiles = [-(-length // 16) for length in lengths]
     live = sum(count > 0 for count in tiles)
-    size = max(least, -(-sum(tiles) // max(1, fill, live * percent // 100)))
+    size = max(1, -(-sum(tiles) // max(1, fill, live * percent // 100)))
     for seq, count in enumerate(tiles):
         parts = -(-count // size)
         expected += [(seq, len(expected), parts)] * parts if parts == 1 else []
@@ -381,14 +378,10 @@ def test_parts_cover_each_key_once(
     assert all(row[0] >= num_seqs for row in rows[len(expected) :])
 
 
-@runtime.jit(do_not_specialize=["num_seqs", "fill", "percent", "least"])
-def _find_kernel(
-    seq_lens_ptr, out_ptr, num_seqs, fill, percent, least, TILE: tl.constexpr, BLOCK_SEQS: tl.constexpr
-):  # fmt: skip
+@runtime.jit(do_not_specialize=["num_seqs", "fill", "percent"])
+def _find_kernel(seq_lens_ptr, out_ptr, num_seqs, fill, percent, TILE: tl.constexpr, BLOCK_SEQS: tl.constexpr):
     pid = tl.program_id(0)
-    seq, first, parts = decode_schedule.find_part(
-        pid, seq_lens_ptr, None, 0, num_seqs, fill, percent, least, TILE, BLOCK_SEQS
-    )
+    seq, first, parts = decode_schedule.find_part(pid, seq_lens_ptr, None, 0, num_seqs, fill, percent, TILE, BLOCK_SEQS)
     tl.store(out_ptr + 3 * pid, seq)
     tl.store(out_ptr + 3 * pid + 1, first)
     tl.store(out_ptr + 3 * pid + 2, parts)
