@@ -93,7 +93,7 @@ class Shares:
 
 PEAKS = Shares()
 """Nothing is lost but the hardware's overhead."""
-H200_SHARES = Shares(matrices=0.83, attention=0.82, context=0.68, overhead_s=0.2e-3)
+H200_SHARES = Shares(matrices=0.86, attention=0.83, context=0.68, overhead_s=0.2e-3)
 """Fitted to Manta's own figures on an H200 (bench/results/h200/engine-llama8b-bf16.json, `manta bench step-errors`)."""
 
 
