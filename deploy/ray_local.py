@@ -30,6 +30,11 @@ PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): orphans below this process become its children, so that it can collect them when they end."""
 OBJECT_STORE_BYTES = 200_000_000
 """Requests and tokens do not travel through Ray's object store; this is what Serve itself needs and more."""
+SERVE_HEALTH = {
+    # What does not answer any more is killed: asked to end in order, it would keep its clients waiting.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+"""How Serve treats replicas that fail their checks of health."""
 
 
 class RayFailed(MantaError):
@@ -70,6 +75,7 @@ class LocalRay:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "RAY_SERVE_LOG_TO_STDERR": "0",
+            **SERVE_HEALTH,
         }
         if self.use_haproxy:
             stats_port, metrics_port = free_ports(2)
