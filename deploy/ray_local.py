@@ -165,6 +165,8 @@ def haproxy_variables(num_cpus: int) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # That would keep the last thousand lines of an edge's log, warnings and causes of errors, in its memory.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         # Serve's default of 4 threads costs more than it brings where there are fewer cores to run them.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, num_cpus // 2))),
         # A reload must not cut streams that are older than Serve's two minutes.
