@@ -30,6 +30,11 @@ PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): orphans below this process become its children, so that it can collect them when they end."""
 OBJECT_STORE_BYTES = 200_000_000
 """Requests and tokens do not travel through Ray's object store; this is what Serve itself needs and more."""
+SERVE_HEALTH = {
+    # What does not answer any more is killed: asked to end in order, it would keep its clients waiting.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+}
+"""How Serve treats replicas that fail their checks of health."""
 
 
 class RayFailed(MantaError):
@@ -70,6 +75,7 @@ class LocalRay:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "RAY_SERVE_LOG_TO_STDERR": "0",
+            **SERVE_HEALTH,
         }
         if self.use_haproxy:
             stats_port, metrics_port = free_ports(2)
@@ -159,6 +165,8 @@ def haproxy_variables(num_cpus: int) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # That would keep the last thousand lines of an edge's log, warnings and causes of errors, in its memory.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         # Serve's default of 4 threads costs more than it brings where there are fewer cores to run them.
         "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(4, num_cpus // 2))),
         # A reload must not cut streams that are older than Serve's two minutes.

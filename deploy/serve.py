@@ -58,6 +58,8 @@ class StopSignals:
     """Ctrl-C and SIGTERM: the first asks for a graceful end, the second for an immediate one."""
 
     count: int = 0
+    last: str = ""
+    """Name of the latest."""
     _before: dict[int, Any] = field(default_factory=dict)
 
     def install(self) -> None:
@@ -72,6 +74,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        self.last = signal.Signals(number).name
 
     @contextlib.contextmanager
     def left_to_the_system(self) -> Iterator[None]:
@@ -367,7 +370,9 @@ class Server:
         while not signals.asked:
             time.sleep(POLL_S)
         timeout_s = self._config.serving.graceful_shutdown_timeout_s
-        console.print(f"Stopping: running streams have {timeout_s:g} s to finish (Ctrl-C again: at once).")
+        console.print(
+            f"Stopping ({signals.last}): running streams have {timeout_s:g} s to finish (Ctrl-C again: at once)."
+        )
         try:
             self._drain(console, signals, timeout_s)
         except Unavailable as error:

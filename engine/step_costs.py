@@ -74,6 +74,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+LEAST_OVERHEAD_S = 1e-5
+"""No host begins a step in less, whatever the fit says: steps that grew slower as their contexts grew longer, because
+somebody else took the machine, look as if all of a step were its context, and an empty one were free."""
 LEAST_STEPS, LEAST_SECONDS = 16, 0.2
 """What must have been observed before anything is said."""
 MEMORY_STEPS = 512.0
@@ -129,7 +132,11 @@ class ObservedCosts:
         self._solve()
         overhead_s, token_s, pair_s, context_token_s = self._found
         return StepCosts(
-            overhead_s=overhead_s, weights_s=0.0, token_s=token_s, pair_s=pair_s, context_token_s=context_token_s
+            overhead_s=max(overhead_s, LEAST_OVERHEAD_S),
+            weights_s=0.0,
+            token_s=token_s,
+            pair_s=pair_s,
+            context_token_s=context_token_s,
         )
 
     def _solve(self) -> None:

@@ -7,11 +7,15 @@ Prometheus finds the ports by GET /metrics/targets (its HTTP discovery). They ne
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Literal
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 
 from .metric_aliases import vllm_aliases
@@ -57,7 +61,10 @@ class Exposition:
         self._loop = asyncio.get_running_loop()
         registry = CollectorRegistry()
         registry.register(Page(self._own_from_thread))
-        self._server, self._thread = start_http_server(0, host, registry)
+        self._server = (_Server6 if ":" in host else _Server)((host, 0), _Quiet)
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         port = self._server.server_port
         self.target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """Host and port of this edge's own page."""
@@ -87,3 +94,25 @@ class Exposition:
 
     async def _read_own(self) -> list[Metric]:
         return self._own()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Of an edge's own page."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's: it asks the name service for the name of the address, and an edge that starts would wait for
+        # seconds where none answers.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing a request."""

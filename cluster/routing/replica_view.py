@@ -35,6 +35,8 @@ STEPS_TO_BEGIN = 1.5
 """A request comes in the middle of a step, on average, when the next one is planned already."""
 PHASE_STEPS = 1.0 / math.sqrt(12.0)
 """Standard deviation of that: any part of the step may be over, each as likely."""
+LEAST_STEP_S = 1e-6
+"""Of a device whose costs say that a step takes nothing."""
 SNAPSHOTS_UNTIL_COUNTED = 2
 """The first snapshot after a request was sent may have been on its way; the second counts it."""
 
@@ -318,7 +320,7 @@ class ReplicaView:
         num_requests = self.num_requests
         decodes = num_running if num_context else 0
         fixed_s = costs.overhead_s + num_context * costs.context_token_s
-        step_s = fixed_s + max(weights_s, (decodes or 1) * token_s)
+        step_s = max(fixed_s + max(weights_s, (decodes or 1) * token_s), LEAST_STEP_S)
         chunk = max(self.tokens_a_step - decodes, 1)
         if decodes:
             chunk = min(chunk, self._mixed_chunk(decodes, fixed_s, token_s))

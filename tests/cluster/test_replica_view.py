@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manta.cluster.routing.pace import Pace
-from manta.cluster.routing.replica_view import ReplicaView
+from manta.cluster.routing.replica_view import LEAST_STEP_S, ReplicaView
 from manta.cluster.routing.roles import Role
 from manta.engine.stats import EngineInfo, Snapshot
 from manta.engine.step_costs import StepCosts
@@ -227,3 +227,13 @@ def test_a_view_takes_its_sizes_from_what_the_engine_says():
     assert (one.max_requests, one.tokens_a_step, one.kv_bytes_per_token) == (12, 512, 1000.0)
     assert (one.costs, one.role, one.model_name, one.ready_at_s) == (COSTS, Role.DECODE, "m", -math.inf)
     assert ReplicaView.of("x", info).max_requests == 108
+
+
+def test_of_a_device_whose_steps_seem_to_take_nothing_every_number_is_known():
+    free = StepCosts(overhead_s=0.0, weights_s=0.0, token_s=0.0, pair_s=0.0, context_token_s=0.001)
+    one = view(costs=free)
+    one.learn(Snapshot(), 0.0)
+    assert pace(one).step_s == LEAST_STEP_S
+    one.learn(Snapshot(num_running=2, num_context_tokens=100), 1.0)
+    assert pace(one).step_s == pytest.approx(0.1)
+    assert all(math.isfinite(number) for number in pace(one))

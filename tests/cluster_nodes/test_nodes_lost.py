@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -172,6 +173,38 @@ def test_the_loss_of_an_edge_s_node_ends_its_streams_and_service_comes_back(
     if num_edges == 1:
         assert len(failed) == len(seen)
     assert_whole([one for one in seen if one.error is None])
+
+
+def test_an_edge_that_freezes_is_replaced_and_its_streams_end(lab: NodeLab) -> None:
+    deploy(lab, num_edges=1)
+    streams = Streams(2)
+    streams.start()
+    (frozen,) = [pid for node in lab.nodes for pid in node.pids() if title_of(pid).startswith(EDGE)]
+    struck_at_s = time.monotonic()
+    os.kill(frozen, signal.SIGSTOP)
+    out_s = outage_s(struck_at_s)
+    seen = streams.results()
+    assert all(one.error is not None for one in seen)
+    know_s = max(one.ended_at_s for one in seen) - struck_at_s
+    note("the only edge's process frozen", clients_know_s=know_s, no_service_s=out_s)
+    # What docs/cluster.md promises.
+    assert know_s < 15.0
+    assert out_s < 15.0
+    assert title_of(frozen) == ""
+
+
+def test_a_node_that_is_silent_for_five_seconds_is_not_given_up(lab: NodeLab) -> None:
+    deploy(lab, num_edges=1)
+    (node, *_) = edge_nodes(lab)
+    before = node.pids()
+    (raylet,) = [pid for pid in before if Path(title_of(pid).split("\0")[0]).name == "raylet"]
+    os.kill(raylet, signal.SIGSTOP)
+    time.sleep(5.0)
+    os.kill(raylet, signal.SIGCONT)
+    assert outage_s(time.monotonic()) == 0  # eight seconds of answers, in which a node that was given up would end
+    assert raylet in node.pids()
+    assert node.address in {one["address"] for one in httpx.get(f"{URL}/cluster", trust_env=False).json()["nodes"]}
+    assert num_edges_of(lab) == 1
 
 
 def assert_whole(seen: Sequence[Seen]) -> None:

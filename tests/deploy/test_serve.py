@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +25,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parent.parent.parent
 STEP_S = 0.02
+STORY_LINES = 15
+"""Of each log."""
 
 
 class Served:
@@ -55,6 +59,30 @@ class Served:
             if text in line:
                 return
         raise AssertionError(f"{text!r} did not come:\n{self.output}")
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """A failure in here says how the server fares at that moment."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(self.story())
+            raise
+
+    def story(self) -> str:
+        """Whether it runs, all that it printed, and the ends of Serve's and Ray's logs, as long as they are there."""
+        code = self.process.poll()
+        assert self.process.stdout is not None
+        descriptor = self.process.stdout.fileno()
+        while select.select([descriptor], [], [], 0)[0] and (more := os.read(descriptor, 1 << 16)):
+            self.output += more.decode(errors="replace")
+        parts = ["the server runs" if code is None else f"the server has ended with code {code}", self.output]
+        logs = self.folder / "session_latest" / "logs"
+        for log in sorted((*logs.glob("serve/*.log"), *logs.glob("raylet.*"), *logs.glob("gcs_server.*"))):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                if lines := log.read_text(errors="replace").splitlines()[-STORY_LINES:]:
+                    parts += [f"--- the end of {log.name}", *lines]
+        return "\n".join(parts)
 
     def wait_exit(self) -> int:
         assert self.process.stdout is not None
@@ -144,7 +172,7 @@ def test_ready_means_ready_and_sigterm_lets_streams_finish(serve) -> None:
         streams = [pool.submit(server.stream, f"story {i}", num_tokens) for i in range(8)]
         wait_until(lambda: server.num_running() == 8)
         server.process.send_signal(signal.SIGTERM)
-        server.wait_line("Stopping")
+        server.wait_line("Stopping (SIGTERM)")
         wait_until(lambda: httpx.get(f"{server.url}/ready", trust_env=False).status_code == 503)
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
         body = {"model": "sim-h200", "prompt": "new", "max_tokens": 1}
@@ -189,6 +217,9 @@ def test_a_killed_server_leaves_nothing(serve) -> None:
     server = serve()
     server.wait_line("Ctrl-C stops it.")
     assert processes.instance_processes("", server.folder)
+    assert server.story().startswith("the server runs\n")
+    assert "--- the end of raylet.out" in server.story()
     server.process.kill()
     server.process.wait()
+    assert server.story().startswith("the server has ended with code -9\n")
     server.assert_nothing_left()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from manta.engine.step_costs import LEAST_STEPS, ObservedCosts, StepCosts
+from manta.engine.step_costs import LEAST_OVERHEAD_S, LEAST_STEPS, ObservedCosts, StepCosts
 from manta.engine.step_time import HARDWARE, StepShape, StepTimeModel
 from tests.shapes import LLAMA_8B
 
@@ -121,3 +121,16 @@ def test_no_cost_is_below_zero_whatever_was_observed():
     costs = observed.costs()
     assert costs is not None
     assert min(costs.overhead_s, costs.token_s, costs.pair_s, costs.context_token_s) >= 0.0
+
+
+def test_a_step_is_never_free_though_all_of_its_time_seems_to_be_its_context():
+    """As on a machine that somebody else takes more and more of while a sequence decodes."""
+    observed = ObservedCosts()
+    observed.observe(StepShape(20, num_prefill_pairs=210), 0.021)
+    for num_context_tokens in range(20, 70):
+        step = StepShape(num_decode_seqs=1, num_decode_context_tokens=num_context_tokens)
+        observed.observe(step, 0.002 * (num_context_tokens - 10))
+    costs = observed.costs()
+    assert costs is not None
+    assert costs.token_s == 0.0
+    assert costs.step_s(1) == LEAST_OVERHEAD_S
