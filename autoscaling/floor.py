@@ -21,10 +21,8 @@ LEAST_LATE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Of one pool; a value. Tuples are by fleet, the smallest of one replica; those that are not there made nobody late.
-
-    Requests; sums are faded.
-    """
+    """Of one pool; a value. Requests, sums faded. Tuples are by fleet, the smallest of one replica; those that are not
+    there made nobody late."""
 
     waiting: tuple[float, ...] = ()
     """That would wait now."""
