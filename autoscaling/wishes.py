@@ -104,7 +104,7 @@ def recurring(floor: Floor, slo: Slo) -> Wish:
     if not num:
         return Wish(0, ReasonCode.RECURRING, "")
     because = (
-        f"bursts come back that are over before a replica starts: held all the time, {num - 1} would have made "
+        f"{num} are held for bursts that come back and are over before a replica starts: {num - 1} would have made "
         f"{floor.num_late(num - 1):.0f} of the last {floor.num_arrived:.0f} requests late, the worst burst left out"
     )
     return Wish(num, ReasonCode.RECURRING, because)

@@ -117,7 +117,7 @@ def test_the_policy_holds_replicas_after_the_second_burst_as_not_after_the_first
     assert recurring.targets[-1] == 6
 
 
-def test_the_log_says_that_bursts_come_back(recurring: Run) -> None:
+def test_the_log_says_what_is_held_for_bursts(recurring: Run) -> None:
     last = recurring.decided[-1]
     assert last.reason == ReasonCode.RECURRING
-    assert last.sentence.startswith("bursts come back that are over before a replica starts: held all the time, 5 ")
+    assert last.sentence.startswith("6 are held for bursts that come back and are over before a replica starts: 5 ")
