@@ -27,7 +27,8 @@ def simulate_command(
         bool, typer.Option("--compare", help="With other policies, each at its best parameters.")
     ] = False,
     hindsight: Annotated[
-        bool, typer.Option("--hindsight", help="With --compare: how far ahead one must know what others attain.")
+        bool,
+        typer.Option("--hindsight", help="With --compare: what one must know of the load to do as well as others."),
     ] = False,
     scale: Annotated[
         list[float] | None, typer.Option("--scale", help="So many times the workload's rate; may be repeated.")
@@ -182,15 +183,16 @@ def hindsight_table(tree: dict[str, Any]) -> Table:
     from rich.table import Table
 
     least, most = tree["least_attainment"], tree["most_gpu_hours"]
-    shown = Table(title="if the best size for each window were known before it", title_justify="left", show_edge=False)
-    for column in ("window s", f"hours for {least:.4g}", "attainment", f"attainment in {most:.4g} hours", "hours"):
+    shown = Table(title="with the load known", title_justify="left", show_edge=False)
+    for column in ("what is known", f"hours for {least:.4g}", "attainment", f"attainment in {most:.4g} hours", "hours"):
         shown.add_column(column, justify="right")
-    for one in tree["windows"]:
-        cheapest, best = one["cheapest"] or {}, one["best"] or {}
+    known = {f"the best size for {one['window_s']:.0f} s": one for one in tree["windows"]}
+    for name, one in (known | {"size and idle time that are best": tree["standing"]}).items():
+        cheapest, best = one["cheapest"], one["best"]
         shown.add_row(
-            f"{one['window_s']:.0f}",
-            *(str(cheapest.get(name, "")) for name in ("gpu_hours", "slo_attainment")),
-            *(str(best.get(name, "")) for name in ("slo_attainment", "gpu_hours")),
+            name,
+            *(("", "") if cheapest is None else (f"{cheapest['gpu_hours']:.2f}", f"{cheapest['slo_attainment']:.4f}")),
+            *(("", "") if best is None else (f"{best['slo_attainment']:.4f}", f"{best['gpu_hours']:.2f}")),
         )
     return shown
 
