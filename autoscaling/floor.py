@@ -49,7 +49,7 @@ class Floor:
         if self.at_s is None:
             return replace(self, counted=counted, asked=asked, at_s=now_s)
         passed_s, new = now_s - self.at_s, counted - self.counted
-        there = max((num for time_s, num in asked if time_s <= now_s - cold_start_s), default=1)
+        there = max((num for time_s, num in asked if time_s <= now_s - cold_start_s), default=asked[0][1])
         kept, patience_s = math.exp(-passed_s / MEMORY_S), settings.slo.ttft_s or math.inf
         waiting, late, burst, worst = [], [], [], []
         for index in range(most):

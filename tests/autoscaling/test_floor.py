@@ -82,6 +82,12 @@ def test_replicas_that_follow_are_reckoned_with_for_a_quiet_window_after_a_start
     assert load.come(30, 1) == 0
 
 
+def test_what_following_asked_for_at_first_is_there_from_the_beginning() -> None:
+    load = Load()
+    load.come(2, 60, followed=7)
+    assert not any(load.floor.waiting)
+
+
 def test_what_came_back_is_forgotten_after_hours() -> None:
     load = Load()
     load.burst(60)
