@@ -90,6 +90,10 @@ class Bursts:
             claims = (*claims, (now_s + horizon_s + MIDDLE_S, found.before, found.burst))
         return Bursts(lasting, now_s if found.is_burst else self.last_s, claims)
 
+    def are_lately(self, now_s: float) -> bool:
+        """Whether one was seen within the last half minute."""
+        return now_s - self.last_s < MIDDLE_S
+
 
 NO_BURSTS = Bursts()
 
@@ -111,7 +115,7 @@ def forecast(
     sigma = math.sqrt(num_expected * (1 + short_s / MIDDLE_S) + 1)
     is_burst = short * short_s > num_expected + BURST_SIGMAS * sigma + 1
     # A rate that has jumped does not go on rising as fast.
-    is_jump = is_burst or samples.times_s[-1] - bursts.last_s < MIDDLE_S
+    is_jump = is_burst or bursts.are_lately(samples.times_s[-1])
     expected = level if is_jump else level + _trend(samples) * (horizon_s + window_s / 2)
     expected = min(expected, MOST_GROWTH * level)
     burst = short - before if is_burst else 0.0

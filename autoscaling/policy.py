@@ -15,13 +15,14 @@ from manta.cluster.scaling import Decided, ReasonCode
 from .budget import fit_into
 from .damping import Damping
 from .error_budget import ErrorBudget
+from .floor import Floor
 from .forecast import LONG_S, Bursts, Samples, forecast
 from .observed import Observed, Trail
 from .outlook import Outlook, attainment, is_breach
 from .policy_settings import PolicySettings
 from .role_changes import RoleChange, role_changes
 from .signals import FleetSnapshot, PoolState
-from .wishes import Wish, backlog, breach, forward
+from .wishes import Wish, backlog, breach, forward, held_each, recurring
 
 HELD_WINDOWS = 10
 """Times that over which lateness is looked at: so long it must have been within the objective to be held."""
@@ -59,6 +60,8 @@ class PolicyState:
     """By pool."""
     hurry: Mapping[str, Damping] = field(default_factory=dict)
     """The same over a shorter time, with what backlogs ask for."""
+    floors: Mapping[str, Floor] = field(default_factory=dict)
+    """By pool: what bursts that come back ask for."""
     starting_since_s: Mapping[str, float] = field(default_factory=dict)
     """By pool, where replicas start: when the first of them began."""
     short_since_s: Mapping[str, float] = field(default_factory=dict)
@@ -156,8 +159,29 @@ class _Deciding:
             base = Wish(1, ReasonCode.FROM_ZERO, f"{snapshot.num_held} requests wait where no replica is")
         else:
             base = Wish(1, ReasonCode.QUIET, "one is enough")
-        wishes = [base, self._patient(pool, forward(outlook, pool)), backlog(outlook, pool), breach(outlook, pool)]
+        ahead = forward(outlook, pool)
+        floor = self._floor(pool, ahead.num_replicas)
+        wishes = [base, self._patient(pool, ahead), backlog(outlook, pool), breach(outlook, pool)]
+        wishes.append(recurring(floor, settings.slo))
         return max(wishes, key=lambda wish: wish.num_replicas)  # the first of equals
+
+    def _floor(self, pool: PoolState, followed: int) -> Floor:
+        """What was learned of bursts, after one more look."""
+        outlook, floor = self._outlook, self._state.floors.get(pool.name, Floor())
+        rate_each = held_each(outlook, pool)
+        if rate_each:
+            floor = floor.learn(
+                self._snapshot.counters.num_arrived,
+                followed,
+                self._now_s,
+                rate_each=rate_each,
+                most=pool.max_replicas,
+                is_burst=self._state.bursts.are_lately(self._now_s),
+                cold_start_s=outlook.cold_start_s,
+                settings=self._settings,
+            )
+            self._state = replace(self._state, floors={**self._state.floors, pool.name: floor})
+        return floor
 
     def _patient(self, pool: PoolState, wish: Wish) -> Wish:
         """What the forecast asks for, once it has asked for more for long enough: a rate that is above the threshold
@@ -245,7 +269,8 @@ class _Deciding:
             if before > pool.max_replicas:
                 return ReasonCode.MAX, f"max_replicas is {pool.max_replicas}"
             quiet_s = self._state.damping.get(pool.name, Damping()).factor * self._settings.quiet_s
-            because = f"{granted} were enough for {quiet_s:.0f} s: {forward(self._outlook, pool).because}"
+            found = wish if wish.reason is ReasonCode.RECURRING else forward(self._outlook, pool)
+            because = f"{granted} were enough for {quiet_s:.0f} s: {found.because}"
             if granted < self._outlook.num_to_keep(pool, trusts_budget=False):
                 because += f"; {self._outlook.late_left:.0f} requests may still be late, which pays for trying"
             return ReasonCode.QUIET, because
@@ -271,7 +296,10 @@ def _learn(
     long_s = HELD_WINDOWS * settings.breach_s
     samples = state.samples.add(now_s, snapshot.counters.num_arrived)
     trail = state.trail.add(now_s, snapshot.counters, keep_s=long_s)
-    found = forecast(samples, state.bursts, horizon_s=cold_start_s, patience_s=settings.slo.ttft_s or 0.0)
+    # Bursts for which replicas are held ask for no others.
+    is_held = any(floor.num_replicas(settings.slo) for floor in state.floors.values())
+    bursts = replace(state.bursts, lasting=0.0) if is_held else state.bursts
+    found = forecast(samples, bursts, horizon_s=cold_start_s, patience_s=settings.slo.ttft_s or 0.0)
     # While a rate jumps, what runs does not belong to it yet.
     observed = state.observed.learn(snapshot, 0.0 if found.is_burst else found.recent, settings.slo, now_s)
     error_budget = state.error_budget.learn(snapshot.counters, now_s)

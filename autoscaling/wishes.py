@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manta.cluster.routing.roles import Role
 from manta.cluster.scaling import ReasonCode
 
 from .capacity import held_rate
+from .floor import Floor
 from .observed import size_of
 from .outlook import Outlook, attainment, is_breach
 from .signals import PoolState
+from .slo import Slo
 
 USUAL_WAIT = 0.25
 """Of the limit for the first token: requests that came within so long may wait, and nothing is wrong."""
@@ -86,3 +88,23 @@ def breach(outlook: Outlook, pool: PoolState) -> Wish:
     share = attainment(recent)
     because = f"only {share:.1%} of the last requests were within the objective, {settings.slo.target:.1%} should be"
     return Wish(pool.num_ready + max(1, pool.num_ready // 8), ReasonCode.BREACH, because)
+
+
+def held_each(outlook: Outlook, pool: PoolState) -> float:
+    """Requests/s whose prompts a replica can compute, however long they wait; 0: not known, or it computes none."""
+    size, work = size_of(pool), outlook.observed.work
+    if size is None or work is None or pool.role is Role.DECODE:
+        return 0.0
+    return held_rate(work, size, replace(outlook.settings.slo, ttft_s=None), pool.role, num_replicas=1)
+
+
+def recurring(floor: Floor, slo: Slo) -> Wish:
+    """Those that are held for bursts that come back."""
+    num = floor.num_replicas(slo)
+    if not num:
+        return Wish(0, ReasonCode.RECURRING, "")
+    because = (
+        f"{num} are held for bursts that come back and are over before a replica starts: {num - 1} would have made "
+        f"{floor.num_late(num - 1):.0f} of the last {floor.num_arrived:.0f} requests late, the worst burst left out"
+    )
+    return Wish(num, ReasonCode.RECURRING, because)

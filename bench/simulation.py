@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from manta.autoscaling.simulator.compare import Comparison, Scenario
 from manta.autoscaling.simulator.elastic import ColdStart, ElasticRun, ElasticSettings, Failure, PoolKind
 from manta.autoscaling.simulator.figures import ScalingFigures
 from manta.autoscaling.simulator.handoff import KvLink
+from manta.autoscaling.simulator.hindsight import Found, Held, known_ahead, late_arrivals, standing
 from manta.autoscaling.simulator.quick import QuickKind
 from manta.autoscaling.simulator.replica import ReplicaSpec
 from manta.autoscaling.simulator.workload import SimRequest, shared_hash
@@ -44,6 +45,8 @@ from manta.engine.step_time import StepTimeModel, hardware_named
 from .traces import TraceRow, find_trace, open_text, read_trace
 
 USUAL_DURATION_S = 1800.0
+NEAR_ORACLE = 1.25
+"""GPU hours over the oracle's that are asked for."""
 MOST_SAMPLES = 300
 """Of a run's course that are written."""
 SAMPLED = ("time_s", "num_arrived", "num_good", "num_ended", "target", "num_ready", "num_starting", "num_running")
@@ -266,6 +269,29 @@ def headline(found: Comparison) -> dict[str, float | None]:
             lines[f"gpu_hours_over_{name}"] = _rounded(manta.gpu_hours / tried.figures.gpu_hours)
             lines[f"attainment_less_{name}"] = _rounded(manta.slo_attainment - tried.figures.slo_attainment)
     return lines
+
+
+def hindsight_tree(scenario: Scenario, found: Comparison) -> dict[str, Any]:
+    """What must be known to attain what stock Serve does, or to do with hours near the oracle's. Raises ConfigError for
+    more than one pool."""
+    if len(scenario.pools) > 1:
+        raise ConfigError("--hindsight is for one pool: sizes of two are not reckoned")
+    least = min(found.best["serve_stock"].figures.slo_attainment, scenario.settings.slo.target)
+    most = NEAR_ORACLE * found.best["oracle"].figures.gpu_hours
+
+    def tree(held: Sequence[Held]) -> dict[str, Any]:
+        chosen = asdict(Found.of(held, least_attainment=least, most_gpu_hours=most))
+        return {name: one and {key: _rounded(value) for key, value in one.items()} for name, one in chosen.items()}
+
+    late = late_arrivals(scenario)
+    windows = [{"window_s": round(window_s, 1), **tree(held)} for window_s, held in known_ahead(scenario, late).items()]
+    stands = tree(standing(scenario, late, least_attainment=least))
+    return {
+        "least_attainment": _rounded(least),
+        "most_gpu_hours": _rounded(most),
+        "windows": windows,
+        "standing": stands,
+    }
 
 
 def course_tree(run: ElasticRun) -> dict[str, Any]:

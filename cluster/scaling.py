@@ -24,6 +24,8 @@ class ReasonCode(enum.StrEnum):
     """More requests than the objective allows were late, though the model saw enough replicas."""
     BACKLOG = "backlog"
     """Requests wait that must be worked off."""
+    RECURRING = "recurring"
+    """Bursts come back that are over before a replica could start: so many are held for them."""
     KV_ROOM = "kv_room"
     """The KV cache, or the number of sequences a replica runs, is the limit."""
     QUIET = "quiet"

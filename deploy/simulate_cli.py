@@ -26,6 +26,10 @@ def simulate_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="With other policies, each at its best parameters.")
     ] = False,
+    hindsight: Annotated[
+        bool,
+        typer.Option("--hindsight", help="With --compare: what one must know of the load to do as well as others."),
+    ] = False,
     scale: Annotated[
         list[float] | None, typer.Option("--scale", help="So many times the workload's rate; may be repeated.")
     ] = None,
@@ -43,10 +47,14 @@ def simulate_command(
     if (plan is None) == (config is None):
         raise ConfigError("give --plan FILE or --config FILE, one of them")
     if plan is not None:
-        if compare or scale or duration or plot:
-            raise ConfigError("--compare, --scale, --duration and --plot belong to --config: a plan is one fixed fleet")
+        if compare or hindsight or scale or duration or plot:
+            raise ConfigError(
+                "--compare, --hindsight, --scale, --duration and --plot belong to --config: a plan is one fixed fleet"
+            )
         return _judge_plan(plan, trace, num_requests=requests, seed=seed, json=json)
     assert config is not None
+    if hindsight and not compare:
+        raise ConfigError("--hindsight needs --compare: it asks what the others' attainment and hours take")
     from manta.bench.report import check_plot
 
     from .simulation_config import load_simulation, with_trace
@@ -54,7 +62,8 @@ def simulate_command(
     if plot is not None:
         check_plot()
     changes = with_trace(trace) | ({} if duration is None else {"duration_s": duration})
-    return _simulate(load_simulation(config, changes), config, scale, is_comparison=compare, json=json, plot=plot)
+    file = load_simulation(config, changes)
+    return _simulate(file, config, scale, is_comparison=compare, has_hindsight=hindsight, json=json, plot=plot)
 
 
 def _simulate(
@@ -63,6 +72,7 @@ def _simulate(
     scale: list[float] | None,
     *,
     is_comparison: bool,
+    has_hindsight: bool,
     json: Path | None,
     plot: Path | None,
 ) -> int:
@@ -88,7 +98,10 @@ def _simulate(
         workload = workload_tree(scenario, one)
         console.print(f"{Path(name).stem} at scale {one:g}: {workload}", highlight=False)
         path = plot if plot is None or len(scales) == 1 else plot.with_stem(f"{plot.stem}-{one:g}x")
-        found = _compared(scenario, console.print, path) if is_comparison else _alone(scenario, console.print, path)
+        if is_comparison:
+            found = _compared(scenario, console.print, path, has_hindsight=has_hindsight)
+        else:
+            found = _alone(scenario, console.print, path)
         tree["scales"].append({"workload": workload, **found})
         if json is not None:
             write_json(json, tree | _first(tree))
@@ -127,16 +140,20 @@ def _alone(scenario: Scenario, say: Any, plot: Path | None) -> dict[str, Any]:
     return {"figures": figures, **course_tree(run)}
 
 
-def _compared(scenario: Scenario, say: Any, plot: Path | None) -> dict[str, Any]:
+def _compared(scenario: Scenario, say: Any, plot: Path | None, *, has_hindsight: bool) -> dict[str, Any]:
     from manta.autoscaling.simulator.compare import compare
-    from manta.bench.simulation import comparison_tree, course_tree
+    from manta.bench.simulation import comparison_tree, course_tree, hindsight_tree
     from manta.bench.simulation_plot import draw_course
 
     found = compare(scenario, say=lambda text: say(text, highlight=False))
     say(comparison_table(found, scenario.settings.slo.target))
     if plot is not None:
         draw_course(plot, found.runs, title="The same requests, policies at the best of their parameters")
-    return {**comparison_tree(found), **course_tree(found.runs["manta"])}
+    tree = {**comparison_tree(found), **course_tree(found.runs["manta"])}
+    if has_hindsight:
+        tree["hindsight"] = hindsight_tree(scenario, found)
+        say(hindsight_table(tree["hindsight"]))
+    return tree
 
 
 def comparison_table(found: Comparison, target: float) -> Table:
@@ -157,6 +174,25 @@ def comparison_table(found: Comparison, target: float) -> Table:
             f"{figures.tpot_p95_s * 1e3:.1f}",
             f"{figures.num_scaling_steps}",
             f"{figures.reversals_per_10_min:.2f}",
+        )
+    return shown
+
+
+def hindsight_table(tree: dict[str, Any]) -> Table:
+    """What `hindsight_tree` found."""
+    from rich.table import Table
+
+    least, most = tree["least_attainment"], tree["most_gpu_hours"]
+    shown = Table(title="with the load known", title_justify="left", show_edge=False)
+    for column in ("what is known", f"hours for {least:.4g}", "attainment", f"attainment in {most:.4g} hours", "hours"):
+        shown.add_column(column, justify="right")
+    known = {f"the best size for {one['window_s']:.0f} s": one for one in tree["windows"]}
+    for name, one in (known | {"size and idle time that are best": tree["standing"]}).items():
+        cheapest, best = one["cheapest"], one["best"]
+        shown.add_row(
+            name,
+            *(("", "") if cheapest is None else (f"{cheapest['gpu_hours']:.2f}", f"{cheapest['slo_attainment']:.4f}")),
+            *(("", "") if best is None else (f"{best['slo_attainment']:.4f}", f"{best['gpu_hours']:.2f}")),
         )
     return shown
 

@@ -44,6 +44,21 @@ def test_a_comparison_has_each_policy_by_name(tmp_path: Path) -> None:
     assert all({"slo_attainment", "gpu_hours", "parameters"} <= set(found) for found in policies.values())
 
 
+def test_hindsight_says_what_known_sizes_and_standing_fleets_cost_and_attain(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    options = {"duration": 20.0, "scale": [0.1], "compare": True, "hindsight": True, "json": path}
+    assert simulate_command(config="autoscale-steady", **options) == 0
+    found = json.loads(path.read_text())["scales"][0]["hindsight"]
+    assert found["most_gpu_hours"] > 0
+    assert all({"window_s", "cheapest", "best"} == set(one) for one in found["windows"])
+    assert {"cheapest", "best"} == set(found["standing"])
+
+
+def test_hindsight_without_a_comparison_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs --compare"):
+        simulate_command(config="autoscale-steady", hindsight=True)
+
+
 def test_a_course_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "course.png"
