@@ -77,12 +77,18 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
 LEAST_OVERHEAD_S = 1e-5
 """No host begins a step in less, whatever the fit says: steps that grew slower as their contexts grew longer, because
 somebody else took the machine, look as if all of a step were its context, and an empty one were free."""
+LEAST_PAIRS_A_TOKEN = 128
+"""Of a step, with so many tokens or more, by which the cost of pairs is told from that of tokens. In shorter prompts
+attention is a few percent of a token's work, and what pairs seem to cost is chance; a prompt a hundred times as long
+has ten thousand times as many."""
 LEAST_STEPS, LEAST_SECONDS = 16, 0.2
 """What must have been observed before anything is said."""
 MEMORY_STEPS = 512.0
 """After so many steps, an observation counts 1/e of a new one."""
 MOST_SURPRISE = 4.0
 """A step that took longer than so many times the expected seconds counts as one that took just that."""
+PAIRS = 2
+"""Place of their cost among the numbers that are fitted."""
 MOST_SWEEPS = 200
 ENOUGH = 1e-4
 """No number changes by a larger part of itself in a sweep: it is solved."""
@@ -104,6 +110,8 @@ class ObservedCosts:
         self._targets = [0.0] * 4
         self._found = [0.0] * 4
         self._is_known = False
+        self._knows_pairs = False
+        """Whether a step had so many a token that their cost shows."""
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step, and how long it took. Empty ones are ignored."""
@@ -117,6 +125,8 @@ class ObservedCosts:
                 seconds = min(seconds, MOST_SURPRISE * expected_s)
         self.num_steps += 1
         self._seconds += seconds
+        least_pairs = LEAST_PAIRS_A_TOKEN * max(shape.num_prefill_tokens, LEAST_PAIRS_A_TOKEN)
+        self._knows_pairs |= shape.num_prefill_pairs >= least_pairs
         kept, targets = 1.0 - 1.0 / MEMORY_STEPS, self._targets
         scaled = [feature / seconds for feature in features]  # an error counts in relation to the step
         for index, row in enumerate(self._products):
@@ -145,7 +155,7 @@ class ObservedCosts:
         for _ in range(MOST_SWEEPS):
             is_solved = True
             for index, row in enumerate(products):
-                if row[index] > 0.0:
+                if row[index] > 0.0 and (index != PAIRS or self._knows_pairs):
                     before = found[index]
                     found[index] = max(0.0, before + (targets[index] - _dot(row, found)) / row[index])
                     is_solved &= abs(found[index] - before) <= ENOUGH * before

@@ -91,6 +91,8 @@ class CostTable:
         """Seconds that candidates are compared by, and until the first token. [candidates]"""
         self.sure_s = prompt_s if request.deadline_s is None else prompt_s + loads.doubt_s
         """The latter, with few exceptions, where there is a deadline to be kept. [candidates]"""
+        self.ahead_s = self._queue_s
+        """Of those seconds what others take, before it is this request's turn. [candidates]"""
         if greatest.is_prefill and request.may_detour:
             self._pair_up(able)
 
@@ -120,9 +122,15 @@ class CostTable:
         """That run and wait where it decodes, and where its prompt is computed."""
         return int(self._requests.item(index))
 
-    def level_with(self, best: int, latest_s: float) -> NDArray[np.intp]:
+    def too_late(self, left_s: float) -> NDArray[np.bool_]:
+        """Where its turn comes later than anybody should wait, or its first token may come after `left_s`. What its own
+        prompt takes is no wait: another time it would take as long. [candidates]"""
+        late = self.ahead_s > self._settings.max_wait_s
+        return late if left_s == np.inf else late | (self.sure_s > left_s)
+
+    def level_with(self, best: int, late: NDArray[np.bool_] | None) -> NDArray[np.intp]:
         """Candidates that cannot be told from the cheapest one, itself included: their costs and its cost, each give or
-        take its noise, overlap. Without those whose first token may come later than `latest_s`. [candidates]"""
+        take its noise, overlap. Without the `late` ones. [candidates]"""
         highest_s = self.totals.item(best) + self.noises.item(best) + self._settings.tie_s
         lowest_s = self.totals - self.noises
         own_s, lowest_s[best] = lowest_s.item(best), np.inf
@@ -130,7 +138,7 @@ class CostTable:
             return np.array((best,))
         lowest_s[best] = own_s
         level = (lowest_s <= highest_s).nonzero()[0]
-        return level[self.sure_s[level] <= latest_s]
+        return level if late is None else level[~late[level]]
 
     def fewest(self, level: NDArray[np.intp]) -> NDArray[np.intp]:
         """Those of these candidates that a session calls its own, or else that have the fewest requests; of several
@@ -166,12 +174,12 @@ class CostTable:
             -settings.affinity_s if index in self._own else 0.0,
         )
 
-    def considered(self, latest_s: float) -> list[Considered]:
-        """All candidates, the cheapest first; those whose first token may come later than `latest_s` are rejected."""
+    def considered(self, late: NDArray[np.bool_] | None) -> list[Considered]:
+        """All candidates, the cheapest first; the `late` ones are rejected."""
         found: list[Considered] = []
         for index in np.argsort(self.totals, kind="stable").tolist()[: len(self)]:
-            sure_s = self.sure_s.item(index)
-            rejected = f"the first token would come in {sure_s:.3g} s" if sure_s > latest_s else None
+            is_late = late is not None and late.item(index)
+            rejected = f"the first token would come in {self.sure_s.item(index):.3g} s" if is_late else None
             found.append(
                 Considered(
                     *(self.replica_id(index), self.prefill_replica_id(index), self.terms_of(index), rejected),
@@ -255,6 +263,7 @@ class CostTable:
         loads, (prefills, decodes) = self._loads, np.array(self._pairs).T
         sure_s = first_tokens if self._request.deadline_s is None else first_tokens + loads.doubt_s[prefills]
         self.sure_s = np.concatenate((self.sure_s, sure_s))
+        self.ahead_s = np.concatenate((self.ahead_s, terms[QUEUE]))
         self.first_tokens = np.concatenate((self.first_tokens, first_tokens))
         self.noises = np.concatenate((self.noises, loads.noise_s[prefills]))
         both = loads.num_requests[prefills] + loads.num_requests[decodes]

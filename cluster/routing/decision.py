@@ -44,7 +44,7 @@ class RoutingSettings:
     """A prompt of at least so many tokens is computed on a prefill replica where there is one, whatever that costs;
     None: where it costs less."""
     max_wait_s: float = 60.0
-    """A request that is estimated to wait longer for its first token is not taken."""
+    """A request that is estimated to wait longer for its turn is not taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,26 +75,25 @@ def decide(
         able, unable = fleet.able, fleet.unable
     held = index.match_sets(request.block_hashes)
     costs = CostTable(request, table, loads, greatest, able, held, now_s=now_s, settings=settings)
-    latest_s = math.inf  # seconds that nobody has are no reason to refuse
+    late = None  # seconds that nobody has are no reason to refuse
     if is_known:
-        latest_s = settings.max_wait_s
-        if request.deadline_s is not None:
-            latest_s = min(latest_s, request.deadline_s - now_s)
+        late = costs.too_late(math.inf if request.deadline_s is None else request.deadline_s - now_s)
 
     def considered() -> tuple[Considered, ...]:
-        return (*costs.considered(latest_s), *unable)
+        return (*costs.considered(late), *unable)
 
-    totals, sure_s = costs.totals, costs.sure_s
+    totals = costs.totals
     if costs.has_pairs and _must_detour(request, settings):
         totals[: costs.num_alone] = math.inf
     best = int(totals.argmin())
-    if sure_s[best] > latest_s:  # perhaps one that costs more is in time
-        soonest_s = float(sure_s[totals < math.inf].min())
-        if soonest_s > latest_s:
-            reason = NoRoomReason.WAIT if soonest_s > settings.max_wait_s else NoRoomReason.DEADLINE
-            return NoRoom(reason, soonest_s, considered)
-        best = int(np.where(sure_s <= latest_s, totals, math.inf).argmin())
-    level = costs.level_with(best, latest_s)
+    if late is not None and late[best]:  # perhaps one that costs more is in time
+        can = totals < math.inf
+        if late[can].all():
+            waits = float(costs.ahead_s[can].min()) > settings.max_wait_s
+            reason = NoRoomReason.WAIT if waits else NoRoomReason.DEADLINE
+            return NoRoom(reason, float(costs.sure_s[can].min()), considered)
+        best = int(np.where(late, math.inf, totals).argmin())
+    level = costs.level_with(best, late)
     fewest = costs.fewest(level)
     chosen = fewest.item(int(tie * len(fewest)))
     return Decision(

@@ -342,6 +342,19 @@ def test_a_wait_that_nobody_should_have_is_refused():
     assert answer.estimated_wait_s == pytest.approx(20.4, rel=0.05)
 
 
+def test_what_a_prompt_takes_itself_is_no_wait():
+    """Whenever it comes, it takes as long: there is nothing to try again for."""
+    settings, tokens = RoutingSettings(max_wait_s=1.0), 60_000
+    answer = ask([view("a")], num_prompt_tokens=tokens, settings=settings)
+    assert isinstance(answer, Decision)
+    assert answer.estimate.first_token_s > 1.0
+    assert [one.rejected for one in answer.considered] == [None]
+    behind = ask([busy("a", num_prefill_tokens=10**6)], num_prompt_tokens=tokens, settings=settings)
+    assert isinstance(behind, NoRoom)
+    assert behind.reason is NoRoomReason.WAIT
+    assert behind.estimated_wait_s > answer.estimate.first_token_s
+
+
 def test_a_long_prompt_takes_the_detour_when_it_would_stall_many_decodes():
     views = [view("p", role=Role.PREFILL), busy("d", num_running=50, role=Role.DECODE)]
     answer = ask(views)

@@ -126,7 +126,6 @@ def test_no_cost_is_below_zero_whatever_was_observed():
 def test_a_step_is_never_free_though_all_of_its_time_seems_to_be_its_context():
     """As on a machine that somebody else takes more and more of while a sequence decodes."""
     observed = ObservedCosts()
-    observed.observe(StepShape(20, num_prefill_pairs=210), 0.021)
     for num_context_tokens in range(20, 70):
         step = StepShape(num_decode_seqs=1, num_decode_context_tokens=num_context_tokens)
         observed.observe(step, 0.002 * (num_context_tokens - 10))
@@ -134,3 +133,21 @@ def test_a_step_is_never_free_though_all_of_its_time_seems_to_be_its_context():
     assert costs is not None
     assert costs.token_s == 0.0
     assert costs.step_s(1) == LEAST_OVERHEAD_S
+
+
+def test_what_short_prompts_took_by_chance_is_no_price_for_long_ones():
+    """Two slow prompts of thirty tokens among decodes: were it their pairs, 4,000 tokens would take hours."""
+    observed = ObservedCosts()
+    for num_tokens, took_s in ((10, 0.02), (12, 0.02), (30, 0.4), (20, 0.03), (28, 0.35)):
+        observed.observe(StepShape(num_tokens, num_prefill_pairs=num_tokens * (num_tokens + 1) // 2), took_s)
+        for _ in range(10):
+            observed.observe(StepShape(num_decode_seqs=1, num_decode_context_tokens=num_tokens), 0.02)
+    costs = observed.costs()
+    assert costs is not None
+    assert costs.pair_s == 0.0
+    assert costs.step_s(4000, 4000 * 4001 // 2) < 60.0
+    long = StepShape(1000, num_prefill_pairs=1000 * 1001 // 2)
+    observed.observe(long, 10 * seconds(costs, long))
+    costs = observed.costs()
+    assert costs is not None
+    assert costs.pair_s > 0.0
