@@ -131,7 +131,7 @@ def _swapped_kernel(
     if GROUPED:
         total = acc
     else:
-        total = acc.to(tl.float32) * row_scale[:, None] * x_scale[None, :]  # pyright: ignore
+        total = acc.to(tl.float32) * row_scale[:, None] * x_scale[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
     if SPLITS > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + pid_n
         if store_part(total, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):
