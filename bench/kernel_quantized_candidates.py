@@ -46,62 +46,64 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     if rows > 256:
         return []
     if rows > 64:
-        wide = WeightOnlyTiles(128, 128, 64, 8, 2, 1)
-        return [WeightOnlyTiles(64, 64, 128, 4, 3, max(1, splits // 2)), wide]
+        return [WeightOnlyTiles(64, 64, 128, 4, 3, max(1, splits // 2)), WeightOnlyTiles(128, 64, 64, 8, 3, 1)]
     first = WeightOnlyTiles(64, block_m, 128, 4, 3, splits)
     # Two warps take the instruction of one warp (HMMA), as tiles of 8 rows do; a warpgroup's waits for the unpacking.
-    small = [replace(first, block_n=32, num_warps=2, num_stages=stages) for stages in (3, 4)]
-    # Of so few weight rows that K need not be split, where parts cost as much as the product: 8 rows of x.
-    tiny = [
-        replace(first, block_n=16, num_warps=1, num_stages=4, splits=1),
-        replace(first, block_n=16, num_warps=1, num_stages=4, splits=max(1, splits // 2)),
-        replace(first, block_n=32, num_warps=2, num_stages=4, splits=max(1, splits // 2)),
-    ]
-    tiny = tiny if rows <= 8 else []
+    narrow, small = replace(first, block_n=32, num_warps=2), replace(first, num_warps=2)
+    twice = [replace(tiles, splits=2 * splits) for tiles in (first, narrow, small)]
     if scheme.format is Format.INT4:
         if rows == 64:
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
-        if rows == 32:
-            return [first, replace(first, splits=2 * splits), replace(first, block_n=128), *small]
-        more = [replace(first, splits=4 * splits), replace(first, num_stages=4), *(small if rows == 16 else [])]
-        return [first, replace(first, splits=2 * splits), *more, *tiny, replace(first, splits=2 * splits, num_stages=4)]
+        flat = replace(twice[0], num_stages=2)
+        more = [replace(twice[2], num_stages=4), replace(first, block_n=128)] if rows == 16 else []
+        return [first, narrow, small, *twice, flat, replace(first, num_stages=4), *more]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
-    small = [replace(tiles, inline_ptx=False) for tiles in small]
-    if rows > 16:
-        return [deep, plain, replace(plain, splits=max(1, splits // 2)), *(small if rows == 32 else [])]
-    wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None else []
-    # Of 16 rows: the weight's tiles twice, from L2, instead of tiles of 16 columns.
-    halves = [replace(plain, block_m=8, num_stages=3), *small] if rows == 16 else []
-    tiny = [replace(tiles, inline_ptx=False) for tiles in tiny]
-    if scheme.group is None:
-        tiny += [replace(tiles, block_k=256, num_stages=3) for tiles in tiny[:2]]
-    return [deep, plain, replace(plain, splits=2 * splits), *wider, *halves, *tiny]
+    if rows > 32:
+        return [deep, plain, replace(plain, splits=max(1, splits // 2))]
+    wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None and rows <= 16 else []
+    others = [replace(small, num_stages=4), narrow, *twice[:2]]
+    if rows <= 8:
+        others = [replace(tiles, inline_ptx=False) for tiles in others]
+    elif scheme.group is None:
+        wider += [replace(tiles, inline_ptx=False) for tiles in (others[0], narrow)]
+    return [deep, plain, *others, *wider]
 
 
 def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:
     splits = usual_splits(layer)
+    fewer = max(1, splits // 2)
     grouped = scheme.group is not None
     if rows <= 64:
         block_m = max(16, triton.next_power_of_2(rows))
-        block_k = 128 if grouped or rows == 64 else 256
-        first = SwappedTiles(64, block_m, block_k, 4, 6 if grouped else 4, splits)
-        halves = replace(first, splits=max(1, splits // 2))
         if not grouped:
-            narrow = [replace(tiles, block_m=8) for tiles in (first, halves)] if rows <= 8 else []
-            return [first, halves, replace(first, block_k=128, num_stages=6), *narrow, *_by_tma(first)]
-        more = [replace(first, num_stages=4), replace(first, num_warps=8)]
-        return [first, halves, *more, *(_weight_only(scheme, layer, rows) if rows <= 16 else [])]
+            first = SwappedTiles(64, block_m, 256 if rows < 64 else 128, 4, 4, splits)
+            halves = replace(first, splits=fewer)
+            slim = [replace(tiles, block_m=8) for tiles in (first, halves)] if rows <= 8 else []
+            return [first, halves, replace(first, block_k=128, num_stages=6), *slim, *_by_tma(first)]
+        first = SwappedTiles(64, block_m, 128, 4, 4, splits)
+        two = replace(first, num_stages=3, unroll=2)  # scales two groups ahead; a stage holds both groups' tiles
+        if rows == 64:
+            wide = [replace(tiles, num_warps=8) for tiles in (two, replace(two, splits=fewer))]
+            deep = [replace(first, num_stages=6, num_warps=warps) for warps in (4, 8)]
+            return [first, two, replace(two, splits=fewer), *wide, *deep]
+        wide = [replace(tiles, block_n=128, num_warps=8) for tiles in (first, two)]
+        others = _weight_only(scheme, layer, rows)[:5] if rows <= 16 else []
+        return [first, two, replace(two, splits=fewer), replace(two, num_stages=4), *wide, *others]
     if grouped:
-        tiled = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5)]
+        # Two programs a multiprocessor: one multiplies while the other adds up a group's sums.
+        beside = [GemmTiles(64, 128, 128, 4, stages, programs=2) for stages in (3, 4)]
+        tiled = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside]
     else:
         tiled = [GemmTiles(128, 128, 128, 4, 4), GemmTiles(128, 256, 128, 8, 3, subtiles=2)]
         if scheme.format is Format.INT8:
             tiled[1] = GemmTiles(128, 256, 128, 8, 3, subtiles=1 if layer.kind == "plain" else 2)
+    if rows <= 256 and grouped:
+        swapped = SwappedTiles(64, 64, 128, 4, 4, fewer)
+        twos = [replace(swapped, num_stages=3, num_warps=warps, unroll=2) for warps in (4, 8)]
+        return [swapped, *twos, *tiled]
     if rows <= 256:
-        block_m = 64 if grouped else 128
-        swapped = SwappedTiles(64 if grouped else 128, block_m, 128, 4 if grouped else 8, 4, max(1, splits // 2))
-        return [swapped, GemmTiles(64, 128, 128, 4, 5), tiled[0]]
+        return [SwappedTiles(128, 128, 128, 8, 4, fewer), GemmTiles(64, 128, 128, 4, 5), tiled[0]]
     return [*tiled, GemmTiles(128, 128, 128, 8, 4)]
 
 

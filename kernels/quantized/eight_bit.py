@@ -41,6 +41,8 @@ class SwappedTiles:
     splits: int = 1
     tma: bool = False
     """Tiles are fetched by the TMA unit, without groups and from operands that `can_tile`."""
+    unroll: int = 1
+    """With groups: how many ahead scales are loaded, where a program's part of K is a multiple of so many."""
 
 
 def eight_bit_reference(
@@ -55,6 +57,15 @@ def eight_bit_reference(
     """See `swapped_product`; fp32 inside, any number of rows."""
     out = gemv_reference(rows.dequantize(), dequantize(weight), bias, gated=gated, residual=residual)
     return out if residual is not None else out.to(dtype)
+
+
+@jit
+def _of_groups(ptr, first, size, offsets, COUNT: tl.constexpr):
+    """The scales at `offsets` of COUNT groups of `size` scales from group `first` on, a tuple."""
+    found = ()
+    for i in tl.static_range(COUNT):  # pyright: ignore[reportGeneralTypeIssues]
+        found += (tl.load(ptr + (first + i) * size + offsets),)
+    return found
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -81,10 +92,11 @@ def _swapped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GROUPED: both operands have a scale for each BLOCK_K elements."""
+    """GROUPED: both operands have a scale for each BLOCK_K elements; UNROLL such groups a turn."""
     IS_INT8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
     SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32  # pyright: ignore[reportAssignmentType]
     pid_n = tl.program_id(0)
@@ -101,37 +113,49 @@ def _swapped_kernel(
     x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * k_size + offs_k[:, None]
     begin = split * k_per_split
     end = tl.minimum(begin + k_per_split, k_size)
-    if not GROUPED:
-        row_scale = tl.load(scale_ptr + rows_n)
+    rows_m = tl.minimum(row + offs_m, num_rows - 1)
+    first_group = begin // BLOCK_K if GROUPED else 0
+    last_group = tl.cdiv(k_size, BLOCK_K) - 1
+    scales = _of_groups(scale_ptr, first_group, n_size, rows_n, UNROLL)
     if PDL:
         wait_for_predecessor()
-    if not GROUPED:
-        x_scale = tl.load(x_scale_ptr + row + offs_m, mask=mask_m, other=0.0)
+    x_scales = _of_groups(x_scale_ptr, first_group, num_rows, rows_m, UNROLL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUPED else SUM)
-    for start in range(begin, end, BLOCK_K):
-        if weight_desc is not None:
-            weight = weight_desc.load([pid_n * BLOCK_N, start])
-            x = x_desc.load([row, start]).T
-        elif EVEN_K:
-            weight = tl.load(weight_tile + start)  # [BLOCK_N, BLOCK_K]
-            x = tl.load(x_tile + start, mask=mask_m[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
-        else:
-            mask_k = start + offs_k < k_size
-            weight = tl.load(weight_tile + start, mask=mask_k[None, :], other=0.0)
-            x = tl.load(x_tile + start, mask=mask_k[:, None] & mask_m[None, :], other=0.0)
+    for first in range(begin, end, BLOCK_K * UNROLL):
+        coming = ()
+        x_coming = ()
+        for i in tl.static_range(UNROLL):  # pyright: ignore[reportGeneralTypeIssues]
+            start = first + i * BLOCK_K
+            if weight_desc is not None:
+                weight = weight_desc.load([pid_n * BLOCK_N, start])
+                x = x_desc.load([row, start]).T
+            elif EVEN_K:
+                weight = tl.load(weight_tile + start)  # [BLOCK_N, BLOCK_K]
+                x = tl.load(x_tile + start, mask=mask_m[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
+            else:
+                mask_k = start + offs_k < k_size
+                weight = tl.load(weight_tile + start, mask=mask_k[None, :], other=0.0)
+                x = tl.load(x_tile + start, mask=mask_k[:, None] & mask_m[None, :], other=0.0)
+            if GROUPED:
+                part = tl.dot(weight, x, out_dtype=SUM).to(tl.float32)
+                scale, x_scale = scales[i], x_scales[i]
+                acc += part * scale[:, None] * x_scale[None, :]  # pyright: ignore[reportCallIssue, reportArgumentType]
+                # On their way while the groups in between are multiplied; behind the last group it is that again.
+                group = tl.minimum(start // BLOCK_K + UNROLL, last_group)
+                coming += (tl.load(scale_ptr + group * n_size + rows_n),)
+                x_coming += (tl.load(x_scale_ptr + group * num_rows + rows_m),)
+            else:
+                acc = tl.dot(weight, x, acc, out_dtype=SUM)
         if GROUPED:
-            group = start // BLOCK_K
-            scale = tl.load(scale_ptr + group * n_size + rows_n)
-            x_scale = tl.load(x_scale_ptr + group * num_rows + row + offs_m, mask=mask_m, other=0.0)
-            acc += tl.dot(weight, x, out_dtype=SUM).to(tl.float32) * scale[:, None] * x_scale[None, :]
-        else:
-            acc = tl.dot(weight, x, acc, out_dtype=SUM)
+            scales = coming
+            x_scales = x_coming
     if PDL:
         let_successor_start()
     if GROUPED:
         total = acc
     else:
-        total = acc.to(tl.float32) * row_scale[:, None] * x_scale[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
+        scale, x_scale = scales[0], x_scales[0]  # pyright: ignore[reportGeneralTypeIssues]
+        total = acc.to(tl.float32) * scale[:, None] * x_scale[None, :]
     if SPLITS > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + pid_n
         if store_part(total, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):
@@ -144,6 +168,15 @@ def _swapped_kernel(
         store_transposed(
             total, bias_ptr, own, pid_n, num_rows - row, n_size, out_stride, GATED, RESIDUAL, BLOCK_M, BLOCK_N
         )
+
+
+@jit
+def _scales_of_columns(scale_ptr, column, offs_n, UNIFORM: tl.constexpr):
+    """The scales of one group for the columns `offs_n` from `column` on; UNIFORM as in `_tiled_kernel`."""
+    if UNIFORM:  # two registers in place of one for each column
+        is_even = tl.arange(0, offs_n.shape[0]) % 2 == 0
+        return tl.where(is_even, tl.load(scale_ptr + column), tl.load(scale_ptr + column + 1))
+    return tl.load(scale_ptr + offs_n)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -178,7 +211,7 @@ def _tiled_kernel(
     num_tiles_n = tl.cdiv(n_size, BLOCK_N)
     num_blocks_k = tl.cdiv(k_size, BLOCK_K)
     step = tl.num_programs(0)
-    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, step, flatten=True):  # pyright: ignore
+    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, step, flatten=not GROUPED):  # pyright: ignore
         group_of_tiles = tile // (GROUP_M * num_tiles_n)
         group_height = tl.minimum(num_tiles_m - group_of_tiles * GROUP_M, GROUP_M)
         row = (group_of_tiles * GROUP_M + tile % group_height) * BLOCK_M
@@ -187,18 +220,19 @@ def _tiled_kernel(
         offs_n = tl.minimum(column + tl.arange(0, BLOCK_N), n_size - 1)
         mask_m = offs_m < num_rows
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if GROUPED else SUM)
+        if GROUPED:
+            scale = _scales_of_columns(scale_ptr, column, offs_n, UNIFORM)
+            x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
         for block in range(num_blocks_k):
             x = x_desc.load([row, block * BLOCK_K])
             weight = weight_desc.load([column, block * BLOCK_K])
             if GROUPED:
-                if UNIFORM:  # two registers in place of one for each column
-                    even = tl.load(scale_ptr + block * n_size + column)
-                    odd = tl.load(scale_ptr + block * n_size + column + 1)
-                    scale = tl.where(tl.arange(0, BLOCK_N) % 2 == 0, even, odd)
-                else:
-                    scale = tl.load(scale_ptr + block * n_size + offs_n)
-                x_scale = tl.load(x_scale_ptr + block * num_rows + offs_m, mask=mask_m, other=0.0)
-                acc += tl.dot(x, weight.T, out_dtype=SUM).to(tl.float32) * x_scale[:, None] * scale[None, :]
+                # The scales' product first: where columns share scales, there are few.
+                acc += tl.dot(x, weight.T, out_dtype=SUM).to(tl.float32) * (x_scale[:, None] * scale[None, :])  # pyright: ignore[reportPossiblyUnboundVariable]
+                # On their way while the next group is multiplied; behind the last one it is that again.
+                group = tl.minimum(block + 1, num_blocks_k - 1)
+                scale = _scales_of_columns(scale_ptr + group * n_size, column, offs_n, UNIFORM)
+                x_scale = tl.load(x_scale_ptr + group * num_rows + offs_m, mask=mask_m, other=0.0)
             else:
                 acc = tl.dot(x, weight.T, acc, out_dtype=SUM)
         if GROUPED:
@@ -232,6 +266,8 @@ def swapped_product(
     blocks_n, blocks_m = triton.cdiv(n_size, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
     splits = min(tiles.splits, triton.cdiv(k_size, block_k))
     partial, counter = workspace(out.device, blocks_n * blocks_m, splits, tiles.block_n * tiles.block_m)
+    per_split = triton.cdiv(triton.cdiv(k_size, block_k), splits) * block_k
+    unroll = tiles.unroll if grouped and per_split % (tiles.unroll * block_k) == k_size % per_split == 0 else 1
     dependent = has_dependent_launch(out)
     x_desc = weight_desc = None
     if tiles.tma:
@@ -251,7 +287,7 @@ def swapped_product(
         num_rows,
         n_size,
         k_size,
-        triton.cdiv(triton.cdiv(k_size, block_k), splits) * block_k,
+        per_split,
         out.stride(0),
         x_desc,
         weight_desc,
@@ -262,6 +298,7 @@ def swapped_product(
         BLOCK_N=tiles.block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
+        UNROLL=unroll,
         EVEN_K=k_size % block_k == 0,
         PDL=dependent,
         num_warps=tiles.num_warps,

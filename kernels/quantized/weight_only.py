@@ -50,6 +50,37 @@ def weight_only_reference(
     return gemv_reference(x, dequantize(weight), bias, gated=gated, residual=residual)
 
 
+@jit
+def _of_groups(ptr, start, k_size, rows_n, n_size, GROUP: tl.constexpr, COUNT: tl.constexpr, INLINE_PTX: tl.constexpr):
+    """What COUNT groups from element `start` on have [BLOCK_N] each, a tuple; past the last it is the last's."""
+    found = ()
+    for i in tl.static_range(COUNT):  # pyright: ignore[reportGeneralTypeIssues]
+        group = tl.minimum(start + i * GROUP, k_size - 1) // GROUP
+        places = ptr + group * n_size + rows_n
+        if INLINE_PTX and ptr.dtype.element_ty.primitive_bitwidth == 16:
+            # Into 32 bits: what is carried to the next step in halves of registers is waited for in this one.
+            bits = tl.inline_asm_elementwise(
+                "ld.global.nc.u16 $0, [$1];", "=r,l", [places.to(tl.int64)], dtype=tl.uint32, is_pure=False, pack=1
+            )
+            found += (bits,)
+        else:
+            found += (tl.load(places),)
+    return found
+
+
+@jit
+def _to_float(numbers, DTYPE: tl.constexpr):
+    """fp32 of what `_of_groups` found in memory of DTYPE."""
+    if numbers.dtype == tl.uint32:
+        if tl.bfloat16 == DTYPE:
+            return (numbers << 16).to(tl.float32, bitcast=True)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "=f,r", [numbers], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return numbers.to(tl.float32)
+
+
 @jit(do_not_specialize=["num_rows", "steps_per_split"])
 def _weight_only_kernel(
     x_ptr,
@@ -85,6 +116,7 @@ def _weight_only_kernel(
     """A step takes PLANES planes of PLANE elements of each row: the nibbles of PLANE words, or one plane of bytes."""
     STEP_K: tl.constexpr = PLANE * PLANES
     GROUP_PLANES: tl.constexpr = PLANES if ONE_GROUP or GROUP >= STEP_K else GROUP // PLANE
+    GROUPS: tl.constexpr = PLANES // GROUP_PLANES
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     pid_n = tl.program_id(0)
     split = tl.program_id(1)
@@ -96,13 +128,13 @@ def _weight_only_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_j = tl.arange(0, PLANE)
     mask_m = (row + offs_m < num_rows)[None, :]
-    weight_rows = weight_ptr + rows_n.to(tl.int64) * weight_stride
-    weight_tile = weight_rows[:, None] + offs_j[None, :]
+    weight_tile = weight_ptr + rows_n.to(tl.int64)[:, None] * weight_stride + offs_j[None, :]
     x_tile = x_ptr + (row + offs_m).to(tl.int64)[None, :] * x_stride + offs_j[:, None]
     first = split * steps_per_split
     last = tl.minimum(first + steps_per_split, tl.cdiv(k_size, STEP_K))
-    if ONE_GROUP:
-        row_scale = tl.load(scale_ptr + rows_n).to(tl.float32)
+    scales = _of_groups(scale_ptr, first * STEP_K, k_size, rows_n, n_size, GROUP, GROUPS, INLINE_PTX)
+    if zero_ptr is not None:
+        zeros = _of_groups(zero_ptr, first * STEP_K, k_size, rows_n, n_size, GROUP, GROUPS, INLINE_PTX)
     if PDL:
         wait_for_predecessor()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -111,10 +143,9 @@ def _weight_only_kernel(
             packed = tl.load(weight_tile + step * PLANE)  # [BLOCK_N, PLANE] words or bytes
         else:
             packed = tl.load(weight_tile + step * PLANE, mask=(step * PLANE + offs_j < k_size)[None, :], other=0.0)
-        part = acc if ONE_GROUP and zero_ptr is None else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        part = acc if ONE_GROUP else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i in tl.static_range(PLANES):  # pyright: ignore[reportGeneralTypeIssues]
             start = step * STEP_K + i * PLANE
-            group = 0 if ONE_GROUP else start // GROUP
             if EVEN_K:
                 x = tl.load(x_tile + start, mask=mask_m, other=0.0)  # [PLANE, BLOCK_M]
             else:
@@ -126,22 +157,25 @@ def _weight_only_kernel(
             else:
                 values = fp8_values(packed, DTYPE, INLINE_PTX)
             if zero_ptr is not None:
-                zeros = tl.load(zero_ptr + group * n_size + rows_n).to(tl.float32)
+                minus = _to_float(zeros[i // GROUP_PLANES], zero_ptr.dtype.element_ty)  # pyright: ignore[reportPossiblyUnboundVariable]
                 if IS_INT4:
-                    zeros -= INT4_ZERO
-                values = minus_zeros(values, zeros.to(DTYPE), DTYPE, INLINE_PTX)
-            if i % GROUP_PLANES == 0 and not ONE_GROUP:  # on its way while the group is multiplied
-                scale = tl.load(scale_ptr + group * n_size + rows_n).to(tl.float32)
+                    minus -= INT4_ZERO
+                values = minus_zeros(values, minus.to(DTYPE), DTYPE, INLINE_PTX)
             part = tl.dot(values, x, part)
             if (i + 1) % GROUP_PLANES == 0 and not ONE_GROUP:
-                acc += part * scale[:, None]  # pyright: ignore[reportPossiblyUnboundVariable]
+                acc += part * _to_float(scales[i // GROUP_PLANES], scale_ptr.dtype.element_ty)[:, None]
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if ONE_GROUP:
-            acc = part if zero_ptr is None else acc + part
+            acc = part
+        else:  # on their way while the next step is multiplied
+            start = (step + 1) * STEP_K
+            scales = _of_groups(scale_ptr, start, k_size, rows_n, n_size, GROUP, GROUPS, INLINE_PTX)
+            if zero_ptr is not None:
+                zeros = _of_groups(zero_ptr, start, k_size, rows_n, n_size, GROUP, GROUPS, INLINE_PTX)
     if PDL:
         let_successor_start()
     if ONE_GROUP:
-        acc *= row_scale[:, None]  # pyright: ignore[reportPossiblyUnboundVariable]
+        acc *= _to_float(scales[0], scale_ptr.dtype.element_ty)[:, None]
     if SPLITS > 1:
         tile = tl.program_id(2) * num_blocks_n + pid_n
         if store_part(acc, partial_ptr, counter_ptr, tile, split, num_rows - row, True, SPLITS):
@@ -185,7 +219,7 @@ def weight_only_product(
         out = torch.empty((num_rows, n_size // 2 if gated else n_size), dtype=x.dtype, device=x.device)
     is_int4 = weight.format is Format.INT4
     one_group = weight.group >= k_size
-    plane = weight.plane if is_int4 else plane_of(weight, tiles.block_k)
+    plane = weight.plane if is_int4 else min(tiles.block_k, weight.group)  # no more than a group
     planes = NIBBLES if is_int4 else 1
     steps = triton.cdiv(k_size, plane * planes)
     splits = min(tiles.splits, steps)
@@ -210,7 +244,7 @@ def weight_only_product(
         out.stride(0),
         IS_INT4=is_int4,
         ONE_GROUP=one_group,
-        GROUP=0 if one_group else weight.group,
+        GROUP=weight.group,
         INT4_ZERO=INT4_ZERO,
         GATED=gated,
         RESIDUAL=residual is not None,
@@ -227,8 +261,3 @@ def weight_only_product(
         launch_pdl=dependent,
     )
     return out
-
-
-def plane_of(weight: QuantizedWeight, block_k: int) -> int:
-    """Bytes of a row that a step takes: no more than a group."""
-    return block_k if weight.group >= weight.in_features else min(block_k, weight.group)

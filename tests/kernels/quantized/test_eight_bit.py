@@ -57,9 +57,12 @@ def check(
     [
         (3, 70, 256, SwappedTiles(64, 16, 128, 4, 3)),
         (20, 66, 384, SwappedTiles(64, 16, 128, 4, 3, splits=2)),
+        (20, 66, 1024, SwappedTiles(64, 32, 128, 4, 3, splits=2, unroll=2)),
+        (3, 66, 640, SwappedTiles(64, 16, 128, 4, 3, splits=2, unroll=2)),
         pytest.param(1, 6144, 4096, SwappedTiles(64, 16, 256, 4, 4, splits=2), marks=gpu),
         pytest.param(16, 4096, 14336, SwappedTiles(64, 16, 256, 4, 3, splits=4), marks=gpu),
         pytest.param(64, 28672, 4096, SwappedTiles(64, 64, 128, 4, 3), marks=gpu),
+        pytest.param(50, 4096, 14336, SwappedTiles(64, 64, 128, 8, 3, splits=4, unroll=2), marks=gpu),
     ],
 )
 def test_few_rows(
