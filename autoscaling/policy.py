@@ -214,10 +214,9 @@ class _Deciding:
             if target > pool.target:
                 damping = damping.rose(now_s, quiet_s=settings.quiet_s)
         else:
-            begun_s, breach_s = self._state.begun_s, self._state.last_breach_s
+            begun_s = self._state.begun_s
             is_known = begun_s is not None and now_s - begun_s >= settings.quiet_s
-            is_late = breach_s is not None and now_s - breach_s < settings.quiet_s / 2
-            target = pool.target if not is_known or is_late else min(max(damping.most, hurry.most), pool.target)
+            target = pool.target if not is_known or self._is_late else min(max(damping.most, hurry.most), pool.target)
             if target < pool.target:
                 damping = damping.fell(now_s)
         self._state = replace(
@@ -226,6 +225,14 @@ class _Deciding:
             hurry={**self._state.hurry, pool.name: hurry},
         )
         return min(max(target, pool.min_replicas), pool.max_replicas)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether requests were late not long ago that came to as many replicas as there are now."""
+        breach_s = self._state.last_breach_s
+        if breach_s is None or breach_s < self._state.observed.size_changed_s:
+            return False
+        return self._now_s - breach_s < self._settings.quiet_s / 2
 
     def _num_to_keep(self, pool: PoolState) -> int:
         is_regretted = self._state.damping.get(pool.name, Damping()).is_regretted(self._now_s)
