@@ -114,9 +114,9 @@ def forecast(
     # The level before is itself known from so many arrivals only.
     sigma = math.sqrt(num_expected * (1 + short_s / MIDDLE_S) + 1)
     is_burst = short * short_s > num_expected + BURST_SIGMAS * sigma + 1
-    # A rate that has jumped does not go on rising as fast.
-    is_jump = is_burst or bursts.are_lately(samples.times_s[-1])
-    expected = level if is_jump else level + _trend(samples) * (horizon_s + window_s / 2)
+    # A rate that has jumped does not go on rising as fast: what it gained by that is no trend.
+    trend = 0.0 if is_burst else _trend(samples, bursts.last_s)
+    expected = level + trend * (horizon_s + window_s / 2)
     expected = min(expected, MOST_GROWTH * level)
     burst = short - before if is_burst else 0.0
     expected = max(expected, before + bursts.lasting * burst) if is_burst else expected
@@ -146,10 +146,10 @@ def _rate_before(samples: Samples, short_s: float) -> float:
     return (counts[last] - counts[first]) / (times_s[last] - times_s[first])
 
 
-def _trend(samples: Samples) -> float:
-    """Requests a second that the rate gains each second; 0 where it may be chance, or is over by now: after a step up
-    the halves of a long window differ for long, those of a short one do not."""
-    span = samples.times_s[-1] - samples.times_s[0]
+def _trend(samples: Samples, jumped_s: float) -> float:
+    """Requests a second that the rate gains each second since it last jumped; 0 where it may be chance, or is over by
+    now: after a step up that was no burst the halves of a long window differ for long, those of a short one do not."""
+    span = samples.times_s[-1] - max(samples.times_s[0], jumped_s)
     if span < MIDDLE_S:
         return 0.0
     gain, sigma = _gain(samples, span)

@@ -61,6 +61,11 @@ class Outlook:
         since_s = self.starting_since_s.get(pool.name, self.now_s)
         return max(self.cold_start_s - (self.now_s - since_s), 0.0)
 
+    @property
+    def drain_s(self) -> float:
+        """So long a backlog may take to be worked off."""
+        return max(self.settings.drain_backlog_s, self.settings.slo.ttft_s or 0.0)
+
     @cached_property
     def late_left(self) -> float:
         """Requests that may be late and the objective is still kept."""

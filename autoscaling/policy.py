@@ -70,6 +70,8 @@ class PolicyState:
     last_work_s: float | None = None
     """When something was last there to do."""
     last_breach_s: float | None = None
+    last_backlog_s: Mapping[str, float] = field(default_factory=dict)
+    """By pool: when a backlog last asked for more than anything else."""
     held_back: frozenset[str] = frozenset()
     """Pools of which was said that the budget or their limit holds them back."""
     last_role_change_s: float = -math.inf
@@ -204,20 +206,20 @@ class _Deciding:
         to_keep = wanted
         if wanted < pool.target:  # near a threshold, what is there stays
             to_keep = min(pool.target, max(wanted, self._num_to_keep(pool)))
-        # What a backlog asks for is not needed when it is gone: it stays for as long as a start takes.
-        hurry = self._state.hurry.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=self._outlook.cold_start_s)
+        hurry = self._state.hurry.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=self._surplus_s(pool, wish))
         if wish.reason is ReasonCode.BACKLOG:
             to_keep = min(to_keep, max(self._num_to_keep(pool), 1))
+            self._state = replace(self._state, last_backlog_s={**self._state.last_backlog_s, pool.name: now_s})
         damping = self._state.damping.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=settings.quiet_s)
         if wanted >= pool.target:
             target = min(wanted, pool.max_replicas)
             if target > pool.target:
                 damping = damping.rose(now_s, quiet_s=settings.quiet_s)
         else:
-            begun_s, breach_s = self._state.begun_s, self._state.last_breach_s
+            begun_s = self._state.begun_s
             is_known = begun_s is not None and now_s - begun_s >= settings.quiet_s
-            is_late = breach_s is not None and now_s - breach_s < settings.quiet_s / 2
-            target = pool.target if not is_known or is_late else min(max(damping.most, hurry.most), pool.target)
+            may_fall = is_known and not self._is_late(pool)
+            target = min(max(damping.most, hurry.most), pool.target) if may_fall else pool.target
             if target < pool.target:
                 damping = damping.fell(now_s)
         self._state = replace(
@@ -227,9 +229,27 @@ class _Deciding:
         )
         return min(max(target, pool.min_replicas), pool.max_replicas)
 
+    def _surplus_s(self, pool: PoolState, wish: Wish) -> float:
+        """So long stays what a backlog asked for: once nobody waits, as long as one may take to be worked off. While it
+        lasts, while replicas start and where bursts come back, as long as a start takes."""
+        if wish.reason is ReasonCode.BACKLOG or pool.num_starting or self._is_regretted(pool):
+            return self._outlook.cold_start_s
+        return min(self._outlook.drain_s, self._outlook.cold_start_s)
+
+    def _is_late(self, pool: PoolState) -> bool:
+        """Whether requests were late not long ago that came to as many replicas as there are now; where bursts come
+        back, to however many."""
+        state = self._state
+        breach_s = state.last_breach_s
+        if breach_s is None or self._now_s - breach_s >= self._settings.quiet_s / 2:
+            return False
+        return breach_s >= state.observed.size_changed_s or self._is_regretted(pool)
+
+    def _is_regretted(self, pool: PoolState) -> bool:
+        return self._state.damping.get(pool.name, Damping()).is_regretted(self._now_s)
+
     def _num_to_keep(self, pool: PoolState) -> int:
-        is_regretted = self._state.damping.get(pool.name, Damping()).is_regretted(self._now_s)
-        return self._outlook.num_to_keep(pool, trusts_budget=not is_regretted)
+        return self._outlook.num_to_keep(pool, trusts_budget=not self._is_regretted(pool))
 
     def _role_changes(self, targets: dict[str, int]) -> tuple[RoleChange, ...]:
         """`targets` becomes what each pool needs after them."""
@@ -270,7 +290,9 @@ class _Deciding:
                 return ReasonCode.MAX, f"max_replicas is {pool.max_replicas}"
             quiet_s = self._state.damping.get(pool.name, Damping()).factor * self._settings.quiet_s
             found = wish if wish.reason is ReasonCode.RECURRING else forward(self._outlook, pool)
-            because = f"{granted} were enough for {quiet_s:.0f} s: {found.because}"
+            is_surplus = self._now_s - self._state.last_backlog_s.get(pool.name, -math.inf) < quiet_s
+            when = "are enough, what waited is worked off" if is_surplus else f"were enough for {quiet_s:.0f} s"
+            because = f"{granted} {when}: {found.because}"
             if granted < self._outlook.num_to_keep(pool, trusts_budget=False):
                 because += f"; {self._outlook.late_left:.0f} requests may still be late, which pays for trying"
             return ReasonCode.QUIET, because

@@ -68,7 +68,7 @@ def backlog(outlook: Outlook, pool: PoolState) -> Wish:
             return nothing  # worked off before another replica could be there
     if num_waiting < outlook.saved * min(BACKLOG_PAID * outlook.late_left, expected * ttft_s):
         return nothing
-    found = outlook.need(pool, expected + num_waiting / max(settings.drain_backlog_s, ttft_s))
+    found = outlook.need(pool, expected + num_waiting / outlook.drain_s)
     because = f"{num_waiting} requests wait beyond the usual, or will in {ahead_s:.0f} s"
     return Wish(found.num_replicas, ReasonCode.BACKLOG, because)
 

@@ -29,7 +29,7 @@ from manta.autoscaling.simulator.compare import Comparison, Scenario
 from manta.autoscaling.simulator.elastic import ColdStart, ElasticRun, ElasticSettings, Failure, PoolKind
 from manta.autoscaling.simulator.figures import ScalingFigures
 from manta.autoscaling.simulator.handoff import KvLink
-from manta.autoscaling.simulator.hindsight import Found, Held, known_ahead, late_arrivals, standing
+from manta.autoscaling.simulator.hindsight import Found, Held, known_ahead, late_arrivals, present, standing
 from manta.autoscaling.simulator.quick import QuickKind
 from manta.autoscaling.simulator.replica import ReplicaSpec
 from manta.autoscaling.simulator.workload import SimRequest, shared_hash
@@ -286,11 +286,13 @@ def hindsight_tree(scenario: Scenario, found: Comparison) -> dict[str, Any]:
     late = late_arrivals(scenario)
     windows = [{"window_s": round(window_s, 1), **tree(held)} for window_s, held in known_ahead(scenario, late).items()]
     stands = tree(standing(scenario, late, least_attainment=least))
+    seen = present(scenario, ease=found.best["oracle"].parameters["ease"], num_initial=found.num_initial)
     return {
         "least_attainment": _rounded(least),
         "most_gpu_hours": _rounded(most),
         "windows": windows,
         "standing": stands,
+        "present": [{"keep_s": keep_s, **tree(held)} for keep_s, held in seen.items()],
     }
 
 

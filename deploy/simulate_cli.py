@@ -187,7 +187,8 @@ def hindsight_table(tree: dict[str, Any]) -> Table:
     for column in ("what is known", f"hours for {least:.4g}", "attainment", f"attainment in {most:.4g} hours", "hours"):
         shown.add_column(column, justify="right")
     known = {f"the best size for {one['window_s']:.0f} s": one for one in tree["windows"]}
-    for name, one in (known | {"size and idle time that are best": tree["standing"]}).items():
+    seen = {f"the present, replicas stay {one['keep_s']:.0f} s": one for one in tree["present"]}
+    for name, one in (known | {"size and idle time that are best": tree["standing"]} | seen).items():
         cheapest, best = one["cheapest"], one["best"]
         shown.add_row(
             name,

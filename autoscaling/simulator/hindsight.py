@@ -1,15 +1,19 @@
-"""What must be known to attain so much in so few GPU hours. Two yardsticks; knows no files.
+"""What must be known to attain so much in so few GPU hours. Three yardsticks; knows no files.
 
 Sizes known ahead: time is cut into windows. In each the fleet has the size that is best for it, known before the window
 begins; starts and stops cost nothing. Who is late in a window is who was late in it with a fixed fleet of that size.
 
 Standing fleets: one size while there is work and for some time after, another one else. They know the past alone, but
 all that they are told was found with the load known, and they begin with their size.
+
+The present: replicas for the work that the oracle sees, when it comes and not before, and more of them while requests
+wait. Nothing need be noticed, nothing is forecast; what is paid is the start. The rest was found with the load known.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +33,12 @@ IDLE_STARTS = (0.5, 1.0, 2.0, 4.0)
 NEAR, MOST_SIZE = 0.1, 1.5
 """Sizes of standing fleets that are tried: fixed ones of which lack no more attainment than that, and up to so many
 times the first that lacks none."""
+EASES, SURGES = (1.0, 1.3), (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Over the oracle's replicas: those that are tried for the present, and for what waits."""
+KEPT_STARTS = (0.0, 1.0, 3.0)
+"""Cold starts that a replica of the present stays after it was needed."""
+WAITS = 10
+"""Requests that wait at each ready replica, up to which nothing more is started for them."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,31 @@ class Standing:
         last_s = now_s if has_work else state
         target = self.size if now_s - last_s <= self.idle_s else self.least
         return last_s, Decision(targets={pool.name: target for pool in snapshot.pools})
+
+
+@dataclass(frozen=True)
+class Present:
+    """A policy: of `counts`, from each of `times_s` on, the most of the last `keep_s`, and while requests wait `surge`
+    times what is needed now."""
+
+    times_s: Sequence[float]
+    counts: Sequence[int]
+    surge: float
+    keep_s: float
+
+    def initial(self) -> None:
+        return None
+
+    def decide(self, state: None, snapshot: FleetSnapshot, now_s: float) -> tuple[None, Decision]:
+        last = bisect_right(self.times_s, now_s) - 1
+        first = max(bisect_right(self.times_s, now_s - self.keep_s) - 1, 0)
+        targets = {}
+        for pool in snapshot.pools:
+            target = max(self.counts[first : last + 1])
+            if snapshot.num_held + pool.num_waiting > WAITS * pool.num_ready:
+                target = max(target, math.ceil(self.surge * self.counts[last]))
+            targets[pool.name] = min(max(target, pool.min_replicas), pool.max_replicas)
+        return None, Decision(targets=targets)
 
 
 @dataclass(frozen=True)
@@ -138,3 +173,20 @@ def standing(scenario: Scenario, late: Mapping[int, Sequence[float]], *, least_a
                 figures = scaling_figures(scenario.run(policy, {pool.name: size}), scenario.settings.slo)
                 held.append(Held(figures.gpu_hours, figures.slo_attainment))
     return held
+
+
+def present(scenario: Scenario, *, ease: float, num_initial: Mapping[str, int]) -> dict[float, list[Held]]:
+    """What fleets for the present come to that begin with `num_initial` replicas, by how long replicas stay; `ease` is
+    the oracle's."""
+    (pool,), found = scenario.pools, {}
+    plan = scenario.plans()[pool.name]
+    for starts in KEPT_STARTS:
+        keep_s = starts * pool.cold_start.total_s
+        held = found[keep_s] = []
+        for factor in EASES:
+            times_s, counts = plan.counts(factor * ease, ahead_s=0.0, keep_s=0.0)
+            for surge in SURGES:
+                run = scenario.run(Present(times_s, counts, surge, keep_s), num_initial)
+                figures = scaling_figures(run, scenario.settings.slo)
+                held.append(Held(figures.gpu_hours, figures.slo_attainment))
+    return found

@@ -203,6 +203,43 @@ def test_what_was_late_before_all_replicas_were_there_keeps_none_of_them() -> No
         assert found.now_s - begin_s < 45
 
 
+def work_off_a_backlog(found: Fleet) -> int:
+    """Of two replicas that hold what comes otherwise: others start for it, and it is gone when they are there. Returns
+    how many there are then."""
+    assert found.run(1, 40.0, late=0.9, num_waiting=2000) > 5
+    found.num_starting = found.pool.target - 2
+    found.run(20, 40.0, late=0.9, num_waiting=2000)
+    found.num_starting = 0
+    return found.run(1, 40.0)
+
+
+def test_replicas_that_came_for_a_backlog_go_when_it_has_been_gone_for_as_long_as_one_may_last() -> None:
+    found = fleet(2)
+    found.run(130, 40.0)
+    num = work_off_a_backlog(found)
+    assert found.run(8, 40.0) == num
+    assert found.run(2, 40.0) == 2
+    assert found.decided[-1].sentence.startswith("2 are enough, what waited is worked off: ")
+
+
+def test_replicas_that_start_for_a_backlog_are_not_sent_back_when_it_seems_gone() -> None:
+    found = fleet(2)
+    found.run(130, 40.0)
+    num = found.run(1, 40.0, late=0.9, num_waiting=2000)
+    found.num_starting = num - 2
+    assert found.run(18, 40.0) == num
+
+
+def test_where_a_backlog_has_come_back_replicas_stay_while_lateness_is_remembered() -> None:
+    found = fleet(2)
+    found.run(130, 40.0)
+    work_off_a_backlog(found)
+    found.run(30, 40.0)
+    num = work_off_a_backlog(found)
+    assert found.run(40, 40.0) == num
+    assert found.run(5, 40.0) == 2
+
+
 def test_a_burst_that_is_over_before_anybody_is_late_is_none() -> None:
     samples = Samples()
     for second in range(120):

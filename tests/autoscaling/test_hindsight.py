@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from manta.autoscaling.signals import FleetSnapshot, PoolState
-from manta.autoscaling.simulator.hindsight import Found, Held, Standing, choices
+from manta.autoscaling.simulator.hindsight import Found, Held, Present, Standing, choices
 
 LATE = {1: [5.0, 6.0, 15.0], 2: [5.0], 3: []}
 """By size of a fixed fleet."""
@@ -34,6 +36,24 @@ def test_a_standing_fleet_stays_for_its_idle_time_and_is_back_with_the_first_req
         state, decision = policy.decide(state, FleetSnapshot(pools=(pool,)), now_s)
         found.append(decision.targets["engine"])
     assert found == [8, 8, 8, 2, 8]
+
+
+def test_a_fleet_for_the_present_has_what_is_needed_now_and_keeps_it_for_its_time() -> None:
+    policy = Present((0.0, 10.0, 20.0), (1, 4, 1), surge=1.0, keep_s=15.0)
+    assert [wanted(policy, now_s) for now_s in (9.0, 10.0, 20.0, 34.0, 35.0)] == [1, 4, 4, 4, 1]
+
+
+def test_a_fleet_for_the_present_is_larger_while_many_requests_wait() -> None:
+    policy = Present((0.0, 10.0), (1, 4), surge=2.5, keep_s=0.0)
+    assert [wanted(policy, 12.0, num_waiting=num) for num in (20, 21)] == [4, 10]
+    assert wanted(replace(policy, surge=9.0), 12.0, num_waiting=21) == 16
+
+
+def wanted(policy: Present, now_s: float, *, num_waiting: int = 0) -> int:
+    """Of two ready replicas, 16 at most."""
+    pool = PoolState(name="engine", num_ready=2, max_replicas=16, num_waiting=num_waiting)
+    _, decision = policy.decide(None, FleetSnapshot(pools=(pool,)), now_s)
+    return decision.targets["engine"]
 
 
 def test_the_cheapest_attains_enough_and_the_best_can_be_afforded() -> None:

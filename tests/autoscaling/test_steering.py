@@ -175,6 +175,18 @@ def test_a_jump_is_expected_to_stay_and_not_to_go_on_rising() -> None:
         assert found.expected <= 101
 
 
+def test_what_a_rate_gained_by_a_jump_is_no_trend() -> None:
+    """100 a second after the jump, for 15 s by chance 110: only what came since says something of a trend."""
+    samples, bursts, count, found = Samples(), Bursts(), 0, Forecast()
+    for second in range(180):
+        count += 10 if second < 100 else 110 if second >= 165 else 100
+        samples = samples.add(float(second), count)
+        found = forecast(samples, bursts, horizon_s=40.0)
+        bursts = bursts.learn(found, float(second), horizon_s=40.0)
+    assert found.expected < 115
+    assert forecast(samples, horizon_s=40.0).expected > 120
+
+
 def test_bursts_that_were_over_before_a_replica_came_count_for_less_the_next_time() -> None:
     samples, bursts, count, asked = Samples(), Bursts(), 0, {0: 0.0, 8: 0.0}
     for second in range(3000):

@@ -44,7 +44,7 @@ def test_a_comparison_has_each_policy_by_name(tmp_path: Path) -> None:
     assert all({"slo_attainment", "gpu_hours", "parameters"} <= set(found) for found in policies.values())
 
 
-def test_hindsight_says_what_known_sizes_and_standing_fleets_cost_and_attain(tmp_path: Path) -> None:
+def test_hindsight_says_what_known_sizes_standing_fleets_and_the_present_cost_and_attain(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     options = {"duration": 20.0, "scale": [0.1], "compare": True, "hindsight": True, "json": path}
     assert simulate_command(config="autoscale-steady", **options) == 0
@@ -52,6 +52,8 @@ def test_hindsight_says_what_known_sizes_and_standing_fleets_cost_and_attain(tmp
     assert found["most_gpu_hours"] > 0
     assert all({"window_s", "cheapest", "best"} == set(one) for one in found["windows"])
     assert {"cheapest", "best"} == set(found["standing"])
+    assert [one["keep_s"] for one in found["present"]] == [0.0, 40.0, 120.0]
+    assert all({"keep_s", "cheapest", "best"} == set(one) for one in found["present"])
 
 
 def test_hindsight_without_a_comparison_is_refused() -> None:
