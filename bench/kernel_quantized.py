@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from manta.kernels.quantized import linear as quantized
-from manta.kernels.quantized.eight_bit import SwappedTiles, row_group, swapped_product, tiled_product
+from manta.kernels.quantized.eight_bit import row_group
 from manta.kernels.quantized.layout import (
     FP8_DTYPE,
     Format,
@@ -142,7 +142,7 @@ class QuantizedOperands:
         assert self.scheme.activations is not None
         x = quantize_rows(self._x[:rows], self.scheme.activations, row_group(self._weights[0]))
         if tiles is not None:
-            kernel = swapped_product if isinstance(tiles, SwappedTiles) else tiled_product
+            kernel = quantized.eight_bit_product(tiles)
             residual = None if self._residual is None else self._residual[:rows].clone()
             gated = self.layer.kind == "gated"
             call = partial(kernel, x, dtype=torch.bfloat16, tiles=tiles, gated=gated, residual=residual)

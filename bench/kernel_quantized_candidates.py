@@ -11,6 +11,7 @@ from typing import Any
 import triton
 
 from manta.kernels.gemm import GemmTiles
+from manta.kernels.quantized.block_gemm_plan import BlockTiles
 from manta.kernels.quantized.eight_bit import SwappedTiles
 from manta.kernels.quantized.layout import Format
 from manta.kernels.quantized.weight_only import WeightOnlyTiles
@@ -70,7 +71,7 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     return [deep, plain, *others, *wider]
 
 
-def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles | SwappedTiles | GemmTiles]:
+def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
     splits = usual_splits(layer)
     fewer = max(1, splits // 2)
     grouped = scheme.group is not None
@@ -93,7 +94,9 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTiles 
     if grouped:
         # Two programs a multiprocessor: one multiplies while the other adds up a group's sums.
         beside = [GemmTiles(64, 128, 128, 4, stages, programs=2) for stages in (3, 4)]
-        tiled = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside]
+        # For Hopper GPUs: on others these fail, and are left out.
+        blocks = [BlockTiles(6, True), BlockTiles(6, False), BlockTiles(4, True)]
+        tiled: list[Any] = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside, *blocks]
     else:
         tiled = [GemmTiles(128, 128, 128, 4, 4), GemmTiles(128, 256, 128, 8, 3, subtiles=2)]
         if scheme.format is Format.INT8:

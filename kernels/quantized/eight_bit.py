@@ -260,7 +260,7 @@ def swapped_product(
     (rounding to bfloat16: 0.17 %). Adding each 128 in fp32 avoids it, for 1.3 to 1.8 times the time of 2,048 rows.
     The same inputs give the same bits in each run. Specification: `eight_bit_reference`.
     """
-    num_rows, k_size, n_size, out = _prepare(rows, weight, dtype, gated, residual)
+    num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
     grouped = weight.group < k_size
     block_k = weight.group if grouped else tiles.block_k
     blocks_n, blocks_m = triton.cdiv(n_size, tiles.block_n), triton.cdiv(num_rows, tiles.block_m)
@@ -319,7 +319,7 @@ def tiled_product(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `swapped_product`, for many rows; operands that `can_tile`, `tiles` without splits."""
-    num_rows, k_size, n_size, out = _prepare(rows, weight, dtype, gated, residual)
+    num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
     grouped = weight.group < k_size
     block_k = weight.group if grouped else tiles.block_k
     assert tiles.splits == 1
@@ -371,7 +371,7 @@ def row_group(weight: QuantizedWeight) -> int | None:
     return None if weight.group >= weight.in_features else weight.group
 
 
-def _prepare(
+def prepare(
     rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype, gated: bool, residual: torch.Tensor | None
 ) -> tuple[int, int, int, torch.Tensor]:
     """Checks, and M, K, N and where the result goes."""

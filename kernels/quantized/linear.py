@@ -5,7 +5,7 @@ as `kernels/linear` keeps its own); without an entry:
 
 - 16-bit activations: `weight_only_product` up to 64 rows, then the weight dequantized and a 16-bit product;
 - 8-bit activations: `swapped_product` up to 64 rows, then the library where it has such a product, else
-  `tiled_product`.
+  `tiled_product`; of `block_product`, for Hopper and FP8 in blocks, tables alone know.
 
 A table may choose the weight-only product for 8-bit activations too where that is faster, which skips their rounding.
 fp32, and everything on CPU, takes the reference. Knows no model and no checkpoint.
@@ -13,6 +13,7 @@ fp32, and everything on CPU, takes the reference. Knows no model and no checkpoi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from manta.kernels.gemv import gemv_reference
 from manta.kernels.linear import Plan, parse_plan
 from manta.kernels.rmsnorm import rms_norm
 
+from .block_gemm_plan import BlockTiles, takes_blocks
 from .dequantize import dequantized
 from .eight_bit import SwappedTiles, can_multiply, row_group, swapped_product, tiled_product
 from .layout import Format, QuantizedWeight, dequantize
@@ -33,8 +35,13 @@ from .library import library_product, library_takes
 from .quantize import quantize_rows, quantize_rows_reference
 from .weight_only import WeightOnlyTiles, weight_only_product
 
-Tiles = WeightOnlyTiles | SwappedTiles | GemmTiles
-KERNELS: dict[str, Any] = {"weight_only": WeightOnlyTiles, "swapped": SwappedTiles, "tiled": GemmTiles}
+Tiles = WeightOnlyTiles | SwappedTiles | GemmTiles | BlockTiles
+KERNELS: dict[str, Any] = {
+    "weight_only": WeightOnlyTiles,
+    "swapped": SwappedTiles,
+    "tiled": GemmTiles,
+    "blocks": BlockTiles,
+}
 DETERMINISTIC_WEIGHT_ONLY = WeightOnlyTiles(64, 16, 128, 4, 3)
 DETERMINISTIC_EIGHT_BIT = SwappedTiles(64, 64, 128, 4, 4)
 """The one configuration for one row as for thousands: a row's bits depend on that row alone."""
@@ -178,9 +185,22 @@ def apply(
         rows = rows._replace(values=rows.values.index_select(1, weight.order))
     if tiles is None:
         return library_product(rows, weight, bias, dtype=x.dtype, **behind)
+    return eight_bit_product(tiles)(rows, weight, bias, dtype=x.dtype, tiles=tiles, **behind)
+
+
+def eight_bit_product(tiles: SwappedTiles | GemmTiles | BlockTiles) -> Callable[..., torch.Tensor]:
+    """The product of quantized rows that takes these tiles; all have the arguments of `swapped_product`."""
     if isinstance(tiles, SwappedTiles):
-        return swapped_product(rows, weight, bias, dtype=x.dtype, tiles=tiles, **behind)
-    return tiled_product(rows, weight, bias, dtype=x.dtype, tiles=tiles, **behind)
+        return swapped_product
+    return tiled_product if isinstance(tiles, GemmTiles) else _block_product()
+
+
+@cache
+def _block_product() -> Callable[..., torch.Tensor]:
+    """Imported at its first use: Gluon takes time to import, and only Hopper GPUs need it."""
+    from .block_gemm_hopper import block_product
+
+    return block_product
 
 
 def choose(
@@ -194,7 +214,8 @@ def choose(
     tiles = plan(scheme, kind, weight.out_features, weight.in_features, group, x.device).tiles_for(x.shape[0])
     if activations is None:
         return tiles
-    if tiles is None and not library_takes(x.shape[0], weight, x.dtype):
+    without = tiles is None and not library_takes(x.shape[0], weight, x.dtype)
+    if without or (isinstance(tiles, BlockTiles) and not takes_blocks(weight)):
         tiles = _TILED if group is None or weight.uniform_rows % _TILED.block_n == 0 else _TILED_MANY_SCALES
     if isinstance(tiles, GemmTiles) and not _can_tile(weight):
         tiles = DETERMINISTIC_EIGHT_BIT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from manta.kernels import (
     runtime,
 )
 from manta.kernels.compile_ahead import compiling_only
-from manta.kernels.quantized import dequantize, eight_bit, library, quantize, weight_only
+from manta.kernels.quantized import block_gemm_hopper, dequantize, eight_bit, library, quantize, weight_only
 from manta.kernels.quantized import linear as quantized
+from manta.kernels.quantized.block_gemm_plan import BlockTiles
 from manta.kernels.quantized.kv_cache import CacheScales
 from manta.kernels.quantized.layout import Format
 from tests.kernels.quantized.inputs import random_weight
@@ -46,6 +48,7 @@ KERNELS: list[Any] = [
     weight_only._weight_only_kernel,
     eight_bit._swapped_kernel,
     eight_bit._tiled_kernel,
+    block_gemm_hopper._block_kernel,
     quantize._quantize_kernel,
     dequantize._dequantize_kernel,
     library._scale_kernel,
@@ -120,7 +123,8 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
         assert_fits(resources)
     product = found[
         "_weight_only_kernel" if isinstance(tiles, weight_only.WeightOnlyTiles) else
-        "_swapped_kernel" if isinstance(tiles, eight_bit.SwappedTiles) else "_tiled_kernel"
+        "_swapped_kernel" if isinstance(tiles, eight_bit.SwappedTiles) else
+        "_block_kernel" if isinstance(tiles, BlockTiles) else "_tiled_kernel"
     ].instructions  # fmt: skip
     wanted = (
         "HGMMA"
@@ -129,10 +133,38 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
         if scheme.format is Format.INT8
         else "QGMMA"
     )
-    of_a_warp = tiles.block_m == 8 or tiles.num_warps < 4
+    block_m, num_warps = getattr(tiles, "block_m", 128), getattr(tiles, "num_warps", 4)
+    of_a_warp = block_m == 8 or num_warps < 4
     assert product[wanted] > 0 or (product["HMMA"] > 0 and of_a_warp)
     if isinstance(tiles, weight_only.WeightOnlyTiles) and tiles.inline_ptx:
         assert product["I2F"] == product["I2FP"] == 0, "numbers are unpacked by bit operations"
+
+
+@pytest.mark.parametrize("bias", [False, True] if FULL else [False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if FULL else [torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "gated", "add"])
+@pytest.mark.parametrize("tiles", [BlockTiles(6, True), BlockTiles(6, False)], ids=str)
+def test_products_of_blocks_follow_each_other_without_waits(
+    tiles: BlockTiles, kind: str, dtype: torch.dtype, bias: bool, tmp_path: Path
+) -> None:
+    weight = random_weight(Format.FP8, 256, 1024, 128, torch.device("cpu"))
+    rows = quantize.quantize_rows_reference(torch.zeros(16, 1024), Format.FP8, 128)
+    residual = torch.zeros(16, 256, dtype=dtype) if kind == "add" else None
+    with compiling_only(1):
+        block_gemm_hopper.block_product(
+            rows,
+            replace(weight, uniform_rows=128),
+            torch.zeros(256, dtype=dtype) if bias else None,
+            dtype=dtype,
+            tiles=tiles,
+            gated=kind == "gated",
+            residual=residual,
+        )
+    (resources,) = compiled_kernels(tmp_path).values()
+    assert_fits(resources)
+    # Two groups of warps with three products each (two in the loop), of four instructions, begun once and awaited once.
+    assert resources.instructions["QGMMA"] == 2 * 3 * 4
+    assert resources.instructions["WARPGROUP"] == 2 * 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from manta.kernels import runtime
 from manta.kernels.gemm import GemmTiles
+from manta.kernels.quantized.block_gemm_plan import BlockTiles, takes_blocks
 from manta.kernels.quantized.eight_bit import (
     SwappedTiles,
     can_multiply,
@@ -133,6 +135,85 @@ def test_scales_that_blocks_of_rows_share(fused: str, device: torch.device) -> N
     even_and_odd = weight.scales.view(2, 2, 64, 2)[:, :, :1].expand(2, 2, 64, 2)
     weight = replace(weight, scales=even_and_odd.reshape(2, 256), uniform_rows=128)
     check(tiled_product, 70, weight, fused, torch.bfloat16, GemmTiles(64, 128, 128, 4, 3))
+
+
+def weight_in_blocks(n_size: int, k_size: int, device: torch.device) -> QuantizedWeight:
+    """In each block of 128 x 128 the even rows share a scale and the odd ones another."""
+    weight = random_weight(Format.FP8, n_size, k_size, 128, device)
+    of_blocks = weight.scales.view(-1, n_size // 128, 64, 2)[:, :, :1].expand(-1, -1, 64, -1)
+    return replace(weight, scales=of_blocks.reshape(-1, n_size), uniform_rows=128)
+
+
+def block_product(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from manta.kernels.quantized.block_gemm_hopper import block_product as product
+
+    return product(*args, **kwargs)
+
+
+BLOCK_TILES = [BlockTiles(6, True), BlockTiles(6, False), BlockTiles(4, True), BlockTiles(3, False)]
+
+
+@pytest.fixture
+def hopper(device: torch.device) -> torch.device:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the kernel's instructions exist on Hopper GPUs alone")
+    return device
+
+
+@gpu
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tiles", BLOCK_TILES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n_size", "k_size"),
+    [
+        (1, 256, 256),
+        (70, 384, 384),  # K of an odd number of blocks
+        (129, 256, 640),
+        (129, 6144, 4096),
+        (1000, 4096, 14336),
+        (1000, 1152, 896),
+        (2048, 6144, 4096),
+        (2048, 28672, 1024),
+    ],
+)
+def test_products_of_blocks(
+    rows: int, n_size: int, k_size: int, tiles: BlockTiles, dtype: torch.dtype, fused: str, hopper: torch.device
+) -> None:
+    check(block_product, rows, weight_in_blocks(n_size, k_size, hopper), fused, dtype, tiles)
+
+
+@gpu
+@pytest.mark.parametrize("tiles", BLOCK_TILES, ids=str)
+def test_a_rows_bits_do_not_depend_on_the_other_rows(tiles: BlockTiles, hopper: torch.device) -> None:
+    weight = weight_in_blocks(6144, 4096, hopper)
+    rows = quantize_rows_reference(torch.randn(1000, 4096, device=hopper), Format.FP8, 128)
+    few = rows._replace(values=rows.values[:129], scales=rows.scales[:, :129].contiguous())
+    expected = block_product(rows, weight, dtype=torch.bfloat16, tiles=tiles)[:129]
+    for _ in range(20):
+        assert torch.equal(block_product(few, weight, dtype=torch.bfloat16, tiles=tiles), expected)
+
+
+@gpu
+def test_rows_behind_the_residuals_end_stay_as_they_were(hopper: torch.device) -> None:
+    weight = weight_in_blocks(256, 512, hopper)
+    rows = quantize_rows_reference(torch.randn(129, 512, device=hopper), Format.FP8, 128)
+    memory = torch.full((256, 512), 7.0, dtype=torch.bfloat16, device=hopper)
+    block_product(rows, weight, dtype=torch.bfloat16, tiles=BLOCK_TILES[0], residual=memory[:129, :256])
+    assert bool((memory[129:] == 7.0).all())
+    assert bool((memory[:, 256:] == 7.0).all())
+    assert not bool((memory[:129, :256] == 7.0).all())
+
+
+def test_blocks_are_for_hopper_and_shared_scales(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_in_blocks(256, 256, device)
+    monkeypatch.setattr(runtime, "has_inline_ptx", lambda _: True)
+    monkeypatch.setattr(runtime, "capability", lambda _: 90)
+    assert takes_blocks(weight)
+    assert not takes_blocks(replace(weight, uniform_rows=1))
+    assert not takes_blocks(random_weight(Format.FP8, 256, 256, 256, device))
+    monkeypatch.setattr(runtime, "capability", lambda _: 100)
+    assert not takes_blocks(weight)
 
 
 def test_int8_sums_are_exact(device: torch.device) -> None:

@@ -1,0 +1,323 @@
+"""FP8 products with scales of 128 x 128 blocks for Hopper GPUs: one warp copies tiles, two groups of four warps compute.
+
+Written in Gluon, Triton's dialect with explicit layouts, barriers and asynchronous instructions. The sums of each 128
+elements of K leave the tensor cores to be scaled and added up in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3);
+meanwhile the tensor cores multiply for the other group, or for this one's next step. Knows no model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from manta.kernels import runtime
+from manta.kernels.dependent_launch import has_dependent_launch
+
+from .block_gemm_plan import BlockTiles, takes_blocks
+from .eight_bit import prepare
+from .layout import QuantizedWeight
+from .quantize import QuantizedRows
+
+# Gluon's stubs know neither plain values for constexpr parameters nor its own loops.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+jit: Any = gluon.jit
+_GROUP_M = 8
+"""Tile rows that share the weight's tiles in L2 before the next columns follow."""
+
+_copy_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
+_store_box: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@jit
+def _wait_for_predecessor():
+    """And let the successor start, see dependent_launch, whose functions are Triton's."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def _place_of(tile, num_rows, n_size, GROUP_M: gl.constexpr):
+    """Row and column of a tile of 128 x 128, the same for all warps."""
+    num_tiles_m = (num_rows + 127) // 128
+    num_tiles_n = n_size // 128
+    group_of_tiles = tile // (GROUP_M * num_tiles_n)
+    group_height = gl.minimum(num_tiles_m - group_of_tiles * GROUP_M, GROUP_M)
+    row = (group_of_tiles * GROUP_M + tile % group_height) * 128
+    column = tile % (GROUP_M * num_tiles_n) // group_height * 128
+    return row, column
+
+
+@jit
+def _following(stage, parity, STAGES: gl.constexpr):
+    """The next stage of the ring, and its barriers' parity, which changes with each round."""
+    stage += 1
+    is_round = stage == STAGES
+    return gl.where(is_round, 0, stage), gl.where(is_round, parity ^ 1, parity)
+
+
+@jit
+def _copy_tiles(x_desc, weight_desc, memory, barriers, sizes, STAGES: gl.constexpr, GROUP_M: gl.constexpr):
+    """The copying warp: fill a stage when both groups have left it."""
+    x_memory, weight_memory, _out_memory = memory
+    full, empty, _arrived = barriers
+    num_rows, n_size, k_size = sizes
+    num_tiles = (num_rows + 127) // 128 * (n_size // 128)
+    stage = num_rows * 0
+    parity = stage
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, column = _place_of(tile, num_rows, n_size, GROUP_M)
+        for block in range(k_size // 128):
+            mbarrier.wait(empty.index(stage), parity ^ 1)
+            mbarrier.expect(full.index(stage), 2 * 128 * 128)
+            for group in gl.static_range(2):
+                box = x_memory.index(2 * stage + group)
+                _copy_box(x_desc, [row + group * 64, block * 128], full.index(stage), box)
+            _copy_box(weight_desc, [column, block * 128], full.index(stage), weight_memory.index(stage))
+            stage, parity = _following(stage, parity, STAGES)
+
+
+@jit
+def _scales_of(scales, block, num_blocks, sizes):
+    """Of a thread's two rows, of even and of odd columns; behind the last block those of it again."""
+    x_scales, weight_scales = scales
+    num_rows, n_size, _k_size = sizes
+    block = gl.minimum(block, num_blocks - 1)
+    column_scale = weight_scales + block * n_size
+    return gl.load(x_scales + block * num_rows), gl.load(column_scale), gl.load(column_scale + 1)
+
+
+@jit
+def _pinned(x):
+    """The same fp32 tensor, computed at this place: the compiler keeps the order of volatile instructions."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@jit
+def _start(memory, stage, group: gl.constexpr, SUMS: gl.constexpr):
+    """Let the tensor cores multiply what `stage` holds: 64 rows, 128 columns, 128 elements of K."""
+    x_memory, weight_memory, _out_memory = memory
+    x = x_memory.index(2 * stage + group)
+    weight = weight_memory.index(stage).permute((1, 0))
+    return warpgroup_mma(x, weight, gl.zeros([64, 128], gl.float32, SUMS), use_acc=False, is_async=True)
+
+
+@jit
+def _add_scaled(acc, sums, scales):
+    """acc + sums * scales; no part of it before this place."""
+    x_scale, even_scale, odd_scale = scales
+    SUMS: gl.constexpr = acc.type.layout
+    x_scale = _pinned(x_scale)
+    is_even = gl.arange(0, 128, layout=gl.SliceLayout(0, SUMS)) % 2 == 0
+    scale = gl.where(is_even[None, :], (x_scale * even_scale)[:, None], (x_scale * odd_scale)[:, None])
+    return gl.fma(sums, scale, acc)
+
+
+@jit
+def _compute(
+    group: gl.constexpr,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_desc,
+    memory,
+    barriers,
+    sizes,
+    GATED: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAIRS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """A computing group of four warps: 64 of a tile's 128 rows."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    out_tile = memory[2].index(group)
+    full, empty, arrived = barriers
+    num_rows, n_size, k_size = sizes
+    num_tiles = (num_rows + 127) // 128 * (n_size // 128)
+    num_blocks = k_size // 128
+    stage = num_rows * 0
+    parity = stage
+    residual_parity = stage
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, column = _place_of(tile, num_rows, n_size, GROUP_M)
+        row += group * 64
+        out_column = column // 2 if GATED else column
+        if RESIDUAL:
+            tma.store_wait(0)
+            _barrier()
+            mbarrier.expect(arrived.index(group), 64 * 128 * 2)
+            _copy_box(out_desc, [row, out_column], arrived.index(group), out_tile)
+        # Rows past the end take the last one's scale and are not stored.
+        rows = gl.minimum(row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), num_rows - 1)
+        # A column's scale is read by rows, which add nothing to its place: the assembler would keep one that all threads
+        # share in a uniform register, and wait for it where that is written.
+        scales = (x_scale_ptr + rows, scale_ptr + column + (rows >> 31))
+        acc = gl.zeros([64, 128], gl.float32, SUMS)
+        # Two steps a turn, each with registers for its scales, which are on their way while the other one's are in use.
+        now = _scales_of(scales, 0, num_blocks, sizes)
+        then = _scales_of(scales, 1, num_blocks, sizes)
+        mbarrier.wait(full.index(stage), parity)
+        for pair in range(num_blocks // 2):
+            sums = _start(memory, stage, group, SUMS)
+            second, parity = _following(stage, parity, STAGES)
+            mbarrier.wait(full.index(second), parity)
+            if PAIRS:
+                sums_then = _start(memory, second, group, SUMS)
+            sums = warpgroup_mma_wait(num_outstanding=1 if PAIRS else 0, deps=(sums,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc = _pinned(_add_scaled(acc, sums, now))
+            now = _scales_of(scales, 2 * pair + 2, num_blocks, sizes)
+            if not PAIRS:
+                sums_then = _start(memory, second, group, SUMS)
+            stage, parity = _following(second, parity, STAGES)
+            # Waiting here and not at the next turn's start keeps the assembler, which orders instructions within a basic
+            # block only, from moving the wait for the second product before the first one's sums are added up.
+            mbarrier.wait(full.index(stage), parity, pred=2 * pair + 2 < num_blocks)
+            sums_then = warpgroup_mma_wait(num_outstanding=0, deps=(sums_then,))
+            mbarrier.arrive(empty.index(second), count=1)
+            acc = _add_scaled(acc, sums_then, then)
+            then = _scales_of(scales, 2 * pair + 3, num_blocks, sizes)
+        if num_blocks % 2 == 1:
+            sums = _start(memory, stage, group, SUMS)
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc = _add_scaled(acc, sums, now)
+            stage, parity = _following(stage, parity, STAGES)
+
+        if bias_ptr is not None:
+            offs_n = column + gl.arange(0, 128, layout=gl.SliceLayout(0, SUMS))
+            acc += gl.load(bias_ptr + offs_n).to(gl.float32)[None, :]
+        if RESIDUAL:
+            mbarrier.wait(arrived.index(group), residual_parity)
+            residual_parity ^= 1
+            acc += out_tile.load(SUMS).to(gl.float32)
+        else:
+            tma.store_wait(0)
+        _barrier()
+        if GATED:
+            gate, up = acc.reshape([64, 64, 2]).split()
+            acc = gate * up / (1.0 + gl.exp2(gate * -1.4426950408889634))
+        out_tile.store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        _barrier()
+        _store_box(out_desc, [row, out_column], out_tile)
+    tma.store_wait(0)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _block_kernel(
+    x_desc,
+    weight_desc,
+    x_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_desc,
+    num_rows,
+    n_size,
+    k_size,
+    GATED: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAIRS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Programs take tiles of 128 x 128 in turn, every num_programs-th of them."""
+    if PDL:
+        _wait_for_predecessor()
+    x_memory = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, 128], x_desc.layout)
+    weight_memory = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 128, 128], weight_desc.layout)
+    out_memory = gl.allocate_shared_memory(out_desc.dtype, [2, 64, 64 if GATED else 128], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(arrived.index(0), count=1)
+    mbarrier.init(arrived.index(1), count=1)
+    fence_async_shared()
+    memory = (x_memory, weight_memory, out_memory)
+    barriers = (full, empty, arrived)
+    sizes = (num_rows, n_size, k_size)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_compute, (FIRST, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
+                        GATED, RESIDUAL, STAGES, PAIRS, GROUP_M)),
+            (_compute, (SECOND, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
+                        GATED, RESIDUAL, STAGES, PAIRS, GROUP_M)),
+            (_copy_tiles, (x_desc, weight_desc, memory, barriers, sizes, STAGES, GROUP_M)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def block_product(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    tiles: BlockTiles,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x W^T + b [M, N] in `dtype`, 16 bits, for FP8 `rows` [M, K] with a scale each 128 elements.
+
+    `weight` is one that `takes_blocks`; `gated` (then [M, N / 2]) and `residual` [M, N] as in `gemv`. A row's bits do
+    not depend on the other rows or on their number. Specification: `eight_bit_reference`.
+    """
+    num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
+    assert takes_blocks(weight)
+    assert tiles.num_stages >= 3, "two steps are computed while the next one is awaited"
+    assert out.element_size() == 2
+    # A single row's stride says nothing, and descriptors accept no odd one.
+    out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
+    operand = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    result = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    width = 64 if gated else 128
+    num_tiles = triton.cdiv(num_rows, 128) * (n_size // 128)
+    dependent = has_dependent_launch(out)
+    _block_kernel[(min(num_tiles, runtime.num_multiprocessors(out.device)),)](
+        TensorDescriptor(rows.values, [num_rows, k_size], [k_size, 1], [64, 128], operand),
+        TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [128, 128], operand),
+        rows.scales,
+        weight.scales,
+        bias,
+        TensorDescriptor(out, [num_rows, out.shape[1]], [out_stride, 1], [64, width], result),
+        num_rows,
+        n_size,
+        k_size,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        STAGES=tiles.num_stages,
+        PAIRS=tiles.pairs,
+        GROUP_M=_GROUP_M,
+        PDL=dependent,
+        num_warps=4,
+        launch_pdl=dependent,
+    )
+    return out
