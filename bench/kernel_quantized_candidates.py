@@ -95,7 +95,7 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
         # Two programs a multiprocessor: one multiplies while the other adds up a group's sums.
         beside = [GemmTiles(64, 128, 128, 4, stages, programs=2) for stages in (3, 4)]
         # For Hopper GPUs: on others these fail, and are left out.
-        blocks = [BlockTiles(6, True), BlockTiles(6, False), BlockTiles(4, True)]
+        blocks = [BlockTiles(6, 4), BlockTiles(6, 2), BlockTiles(4, 4)]
         tiled: list[Any] = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside, *blocks]
     else:
         tiled = [GemmTiles(128, 128, 128, 4, 4), GemmTiles(128, 256, 128, 8, 3, subtiles=2)]

@@ -1,4 +1,4 @@
-"""FP8 products with scales of 128 x 128 blocks for Hopper GPUs: one warp copies tiles, two groups of four warps compute.
+"""FP8 products with scales of 128 x 128 blocks for Hopper GPUs: one warp copies, two groups of four warps compute.
 
 Written in Gluon, Triton's dialect with explicit layouts, barriers and asynchronous instructions. The sums of each 128
 elements of K leave the tensor cores to be scaled and added up in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3);
@@ -97,13 +97,36 @@ def _copy_tiles(x_desc, weight_desc, memory, barriers, sizes, STAGES: gl.constex
 
 
 @jit
-def _scales_of(scales, block, num_blocks, sizes):
-    """Of a thread's two rows, of even and of odd columns; behind the last block those of it again."""
-    x_scales, weight_scales = scales
+def _scales_at(places):
+    """Of a thread's two rows, of even and of odd columns."""
+    x_scales, column_scale = places
+    return gl.load(x_scales), gl.load(column_scale), gl.load(column_scale + 1)
+
+
+@jit
+def _following_places(places, block, num_blocks, sizes):
+    """Where the scales of the block behind this one stand; behind the last one they stay."""
+    x_scales, column_scale = places
     num_rows, n_size, _k_size = sizes
-    block = gl.minimum(block, num_blocks - 1)
-    column_scale = weight_scales + block * n_size
-    return gl.load(x_scales + block * num_rows), gl.load(column_scale), gl.load(column_scale + 1)
+    has_next = (block + 1 < num_blocks).to(gl.int32)
+    return x_scales + has_next * num_rows, column_scale + has_next * n_size
+
+
+@jit
+def _zero_of_a_thread(size):
+    """Zero for any size that is not negative, which the assembler takes for one that differs between threads.
+
+    Loads from a place that it is added to go to the threads' own registers. What all share would be put into a uniform
+    register, and every thread would wait there for the load.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid; add.u32 $0, $0, $1; shr.u32 $0, $0, 31;",
+        "=&r,r",
+        [size],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @jit
@@ -145,7 +168,7 @@ def _compute(
     GATED: gl.constexpr,
     RESIDUAL: gl.constexpr,
     STAGES: gl.constexpr,
-    PAIRS: gl.constexpr,
+    STEPS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     """A computing group of four warps: 64 of a tile's 128 rows."""
@@ -158,6 +181,7 @@ def _compute(
     stage = num_rows * 0
     parity = stage
     residual_parity = stage
+    zero = _zero_of_a_thread(num_rows)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = _place_of(tile, num_rows, n_size, GROUP_M)
         row += group * 64
@@ -169,40 +193,42 @@ def _compute(
             _copy_box(out_desc, [row, out_column], arrived.index(group), out_tile)
         # Rows past the end take the last one's scale and are not stored.
         rows = gl.minimum(row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), num_rows - 1)
-        # A column's scale is read by rows, which add nothing to its place: the assembler would keep one that all threads
-        # share in a uniform register, and wait for it where that is written.
-        scales = (x_scale_ptr + rows, scale_ptr + column + (rows >> 31))
+        places = (x_scale_ptr + rows, scale_ptr + column + zero)
         acc = gl.zeros([64, 128], gl.float32, SUMS)
-        # Two steps a turn, each with registers for its scales, which are on their way while the other one's are in use.
-        now = _scales_of(scales, 0, num_blocks, sizes)
-        then = _scales_of(scales, 1, num_blocks, sizes)
+        now = _scales_at(places)
+        places = _following_places(places, 0, num_blocks, sizes)
+        then = _scales_at(places)
         mbarrier.wait(full.index(stage), parity)
-        for pair in range(num_blocks // 2):
+        for turn in range(num_blocks // STEPS):
             sums = _start(memory, stage, group, SUMS)
-            second, parity = _following(stage, parity, STAGES)
-            mbarrier.wait(full.index(second), parity)
-            if PAIRS:
-                sums_then = _start(memory, second, group, SUMS)
-            sums = warpgroup_mma_wait(num_outstanding=1 if PAIRS else 0, deps=(sums,))
-            mbarrier.arrive(empty.index(stage), count=1)
-            acc = _pinned(_add_scaled(acc, sums, now))
-            now = _scales_of(scales, 2 * pair + 2, num_blocks, sizes)
-            if not PAIRS:
-                sums_then = _start(memory, second, group, SUMS)
-            stage, parity = _following(second, parity, STAGES)
-            # Waiting here and not at the next turn's start keeps the assembler, which orders instructions within a basic
-            # block only, from moving the wait for the second product before the first one's sums are added up.
-            mbarrier.wait(full.index(stage), parity, pred=2 * pair + 2 < num_blocks)
-            sums_then = warpgroup_mma_wait(num_outstanding=0, deps=(sums_then,))
-            mbarrier.arrive(empty.index(second), count=1)
-            acc = _add_scaled(acc, sums_then, then)
-            then = _scales_of(scales, 2 * pair + 3, num_blocks, sizes)
-        if num_blocks % 2 == 1:
+            for step in gl.static_range(STEPS):
+                block = turn * STEPS + step
+                following, parity = _following(stage, parity, STAGES)
+                # Waiting in the last step, too, keeps the assembler, which orders instructions within a basic block,
+                # from moving the wait for its product before the last but one's sums are added up.
+                mbarrier.wait(full.index(following), parity, pred=block + 1 < num_blocks)
+                if step + 1 < STEPS:
+                    coming = _start(memory, following, group, SUMS)
+                sums = warpgroup_mma_wait(num_outstanding=1 if step + 1 < STEPS else 0, deps=(sums,))
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc = _pinned(_add_scaled(acc, sums, now))
+                now = then
+                places = _following_places(places, block + 1, num_blocks, sizes)
+                then = _scales_at(places)
+                stage = following
+                if step + 1 < STEPS:
+                    sums = coming  # pyright: ignore[reportPossiblyUnboundVariable]
+        for block in range(num_blocks // STEPS * STEPS, num_blocks):
             sums = _start(memory, stage, group, SUMS)
+            following, parity = _following(stage, parity, STAGES)
+            mbarrier.wait(full.index(following), parity, pred=block + 1 < num_blocks)
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(empty.index(stage), count=1)
             acc = _add_scaled(acc, sums, now)
-            stage, parity = _following(stage, parity, STAGES)
+            now = then
+            places = _following_places(places, block + 1, num_blocks, sizes)
+            then = _scales_at(places)
+            stage = following
 
         if bias_ptr is not None:
             offs_n = column + gl.arange(0, 128, layout=gl.SliceLayout(0, SUMS))
@@ -238,7 +264,7 @@ def _block_kernel(
     GATED: gl.constexpr,
     RESIDUAL: gl.constexpr,
     STAGES: gl.constexpr,
-    PAIRS: gl.constexpr,
+    STEPS: gl.constexpr,
     GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -265,9 +291,9 @@ def _block_kernel(
     gl.warp_specialize(
         [
             (_compute, (FIRST, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
-                        GATED, RESIDUAL, STAGES, PAIRS, GROUP_M)),
+                        GATED, RESIDUAL, STAGES, STEPS, GROUP_M)),
             (_compute, (SECOND, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
-                        GATED, RESIDUAL, STAGES, PAIRS, GROUP_M)),
+                        GATED, RESIDUAL, STAGES, STEPS, GROUP_M)),
             (_copy_tiles, (x_desc, weight_desc, memory, barriers, sizes, STAGES, GROUP_M)),
         ],
         [4, 1],
@@ -292,7 +318,8 @@ def block_product(
     """
     num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
     assert takes_blocks(weight)
-    assert tiles.num_stages >= 3, "two steps are computed while the next one is awaited"
+    assert tiles.num_stages >= 2, "a step is computed while the next one is awaited"
+    assert tiles.steps % 2 == 0, "scales of even and of odd steps have registers of their own"
     assert out.element_size() == 2
     # A single row's stride says nothing, and descriptors accept no odd one.
     out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
@@ -314,7 +341,7 @@ def block_product(
         GATED=gated,
         RESIDUAL=residual is not None,
         STAGES=tiles.num_stages,
-        PAIRS=tiles.pairs,
+        STEPS=tiles.steps,
         GROUP_M=_GROUP_M,
         PDL=dependent,
         num_warps=4,

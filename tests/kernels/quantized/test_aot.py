@@ -7,6 +7,7 @@ that the tuner tries. Cannot share a process with the interpreter.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +40,14 @@ from manta.kernels.quantized.layout import Format
 from tests.kernels.quantized.inputs import random_weight
 from tests.kernels.target_only import target_only
 from tests.kernels.test_aot import SHARED_MEMORY_BYTES, Resources, resources_of
+from tests.kernels.test_attention_prefill_aot import disassembled
 
 pytestmark = pytest.mark.aot
 
 FULL = os.environ.get("MANTA_AOT") == "full"
 LAYERS = layers_of(LLAMA_8B)[:4]
+BLOCK_STACK_BYTES = 40
+"""Of the Hopper kernel for blocks: a few addresses stay in memory between tiles, nothing inside its loops over K."""
 KERNELS: list[Any] = [
     weight_only._weight_only_kernel,
     eight_bit._swapped_kernel,
@@ -105,10 +109,10 @@ def compiled_kernels(directory: Path) -> dict[str, Resources]:
     return found
 
 
-def assert_fits(resources: Resources) -> None:
+def assert_fits(resources: Resources, stack_bytes: int = 0) -> None:
     print(f"{resources.registers} registers, {resources.shared_bytes} B shared, {resources.stack_bytes} B stack")
-    assert resources.stack_bytes == 0
-    assert resources.instructions["LDL"] == resources.instructions["STL"] == 0
+    assert resources.stack_bytes <= stack_bytes
+    assert stack_bytes > 0 or resources.instructions["LDL"] == resources.instructions["STL"] == 0
     assert resources.shared_bytes <= SHARED_MEMORY_BYTES[90]
 
 
@@ -119,8 +123,8 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
     with compiling_only(1):
         operands.calls(tiles, rows)[0]()
     found = compiled_kernels(tmp_path)
-    for resources in found.values():
-        assert_fits(resources)
+    for name, resources in found.items():
+        assert_fits(resources, BLOCK_STACK_BYTES if name == "_block_kernel" else 0)
     product = found[
         "_weight_only_kernel" if isinstance(tiles, weight_only.WeightOnlyTiles) else
         "_swapped_kernel" if isinstance(tiles, eight_bit.SwappedTiles) else
@@ -143,8 +147,8 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
 @pytest.mark.parametrize("bias", [False, True] if FULL else [False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if FULL else [torch.bfloat16])
 @pytest.mark.parametrize("kind", ["plain", "gated", "add"])
-@pytest.mark.parametrize("tiles", [BlockTiles(6, True), BlockTiles(6, False)], ids=str)
-def test_products_of_blocks_follow_each_other_without_waits(
+@pytest.mark.parametrize("tiles", [BlockTiles(6, 4), BlockTiles(6, 2)], ids=str)
+def test_sums_of_blocks_are_added_up_while_the_next_ones_are_computed(
     tiles: BlockTiles, kind: str, dtype: torch.dtype, bias: bool, tmp_path: Path
 ) -> None:
     weight = random_weight(Format.FP8, 256, 1024, 128, torch.device("cpu"))
@@ -161,10 +165,19 @@ def test_products_of_blocks_follow_each_other_without_waits(
             residual=residual,
         )
     (resources,) = compiled_kernels(tmp_path).values()
-    assert_fits(resources)
-    # Two groups of warps with three products each (two in the loop), of four instructions, begun once and awaited once.
-    assert resources.instructions["QGMMA"] == 2 * 3 * 4
-    assert resources.instructions["WARPGROUP"] == 2 * 3 * 2
+    assert_fits(resources, BLOCK_STACK_BYTES)
+    sass = disassembled(tmp_path / "kernel.cubin")
+    # Two groups of warps, each with a loop of `steps` products and one for what is left over.
+    starts = [index for index, line in enumerate(sass) if "QGMMA" in line and "RZ" in line]
+    waits = [index for index, line in enumerate(sass) if "WARPGROUP.DEPBAR" in line]
+    assert resources.instructions["QGMMA"] == 4 * len(starts)
+    assert len(starts) == len(waits) == 2 * (tiles.steps + 1), "a product is four instructions and one wait"
+    loops = [index for index in waits if sass[index].endswith("gsb0, 0x1")]
+    assert len(loops) == 2 * (tiles.steps - 1)
+    for begin in loops:
+        between = sass[begin : next(end for end in waits if end > begin)]
+        assert sum("FFMA" in line for line in between) >= 48, "sums are added up between two waits"
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in between)
 
 
 @pytest.mark.parametrize(

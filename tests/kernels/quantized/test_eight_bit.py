@@ -150,7 +150,7 @@ def block_product(*args: Any, **kwargs: Any) -> torch.Tensor:
     return product(*args, **kwargs)
 
 
-BLOCK_TILES = [BlockTiles(6, True), BlockTiles(6, False), BlockTiles(4, True), BlockTiles(3, False)]
+BLOCK_TILES = [BlockTiles(6, 4), BlockTiles(6, 2), BlockTiles(5, 4), BlockTiles(2, 2)]
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def hopper(device: torch.device) -> torch.device:
     ("rows", "n_size", "k_size"),
     [
         (1, 256, 256),
-        (70, 384, 384),  # K of an odd number of blocks
+        (70, 384, 384),  # blocks of K that fill no turn of the loop
         (129, 256, 640),
         (129, 6144, 4096),
         (1000, 4096, 14336),
