@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from manta.kernels import runtime
 from manta.kernels.gemm import GemmTiles
 from manta.kernels.linear import Plan
 from manta.kernels.quantized import linear as quantized
+from manta.kernels.quantized.block_gemm_plan import BlockTiles
 from manta.kernels.quantized.dequantize import dequantized, dequantized_reference
 from manta.kernels.quantized.eight_bit import SwappedTiles
 from manta.kernels.quantized.layout import Format, QuantizedWeight
@@ -137,6 +140,19 @@ def test_tables_choose_the_kernel(
     assert seen == [tiles]
     skips_rounding = isinstance(tiles, WeightOnlyTiles)
     assert_near(actual, expected_of(layer, inputs, None if skips_rounding else activations))
+
+
+def test_tables_of_blocks_are_for_weights_in_blocks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "plan", lambda *_: Plan((), (BlockTiles(6, 4),)))
+    monkeypatch.setattr(runtime, "has_inline_ptx", lambda _: True)
+    monkeypatch.setattr(runtime, "capability", lambda _: 90)
+    weight = random_weight(Format.FP8, 256, 256, 128, device)
+    x = torch.zeros(200, 256, dtype=torch.bfloat16, device=device)
+    in_blocks = replace(weight, scales=torch.ones_like(weight.scales), uniform_rows=128)
+    for each, expected in ((in_blocks, BlockTiles), (weight, GemmTiles)):
+        assert isinstance(quantized.choose("plain", x, each, Format.FP8, deterministic=False), expected)
+    monkeypatch.setattr(runtime, "capability", lambda _: 100)
+    assert isinstance(quantized.choose("plain", x, in_blocks, Format.FP8, deterministic=False), GemmTiles)
 
 
 @pytest.mark.parametrize(("format", "activations", "group"), SCHEMES)
