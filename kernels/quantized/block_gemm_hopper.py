@@ -59,12 +59,13 @@ def _wait_for_predecessor():
 def _place_of(tile, num_rows, n_size, GROUP_M: gl.constexpr):
     """Row and column of a tile of 128 x 128, the same for all warps."""
     num_tiles_m = (num_rows + 127) // 128
-    num_tiles_n = n_size // 128
-    group_of_tiles = tile // (GROUP_M * num_tiles_n)
+    tiles_of_group = GROUP_M * (n_size // 128)
+    group_of_tiles = tile // tiles_of_group
+    within = tile - group_of_tiles * tiles_of_group
     group_height = gl.minimum(num_tiles_m - group_of_tiles * GROUP_M, GROUP_M)
-    row = (group_of_tiles * GROUP_M + tile % group_height) * 128
-    column = tile % (GROUP_M * num_tiles_n) // group_height * 128
-    return row, column
+    tile_n = within // group_height
+    tile_m = group_of_tiles * GROUP_M + within - tile_n * group_height
+    return tile_m * 128, tile_n * 128
 
 
 @jit
