@@ -57,7 +57,8 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
         flat = replace(twice[0], num_stages=2)
         more = [replace(twice[2], num_stages=4), replace(first, block_n=128)] if rows == 16 else []
-        return [first, narrow, small, *twice, flat, replace(first, num_stages=4), *more]
+        found = [first, narrow, twice[0], twice[1], flat, replace(first, num_stages=4)]
+        return found if rows == 32 else [*found, small, twice[2], *more]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
     if rows > 32:
@@ -84,17 +85,16 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
             return [first, halves, replace(first, block_k=128, num_stages=6), *slim, *_by_tma(first)]
         first = SwappedTiles(64, block_m, 128, 4, 4, splits)
         two = replace(first, num_stages=3, unroll=2)  # scales two groups ahead; a stage holds both groups' tiles
-        if rows == 64:
+        if rows == 64:  # tiles of blocks are for Hopper GPUs: on others they fail, and are left out
             wide = [replace(tiles, num_warps=8) for tiles in (two, replace(two, splits=fewer))]
             deep = [replace(first, num_stages=6, num_warps=warps) for warps in (4, 8)]
-            return [first, two, replace(two, splits=fewer), *wide, *deep]
+            return [first, two, replace(two, splits=fewer), *wide, *deep, BlockTiles(6, 4)]
         wide = [replace(tiles, block_n=128, num_warps=8) for tiles in (first, two)]
         others = _weight_only(scheme, layer, rows)[:5] if rows <= 16 else []
         return [first, two, replace(two, splits=fewer), replace(two, num_stages=4), *wide, *others]
     if grouped:
         # Two programs a multiprocessor: one multiplies while the other adds up a group's sums.
         beside = [GemmTiles(64, 128, 128, 4, stages, programs=2) for stages in (3, 4)]
-        # For Hopper GPUs: on others these fail, and are left out.
         blocks = [BlockTiles(6, 4), BlockTiles(6, 2), BlockTiles(4, 4)]
         tiled: list[Any] = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside, *blocks]
     else:
