@@ -36,6 +36,9 @@ from .quantize import QuantizedRows
 jit: Any = gluon.jit
 _GROUP_M = 8
 """Tile rows that share the weight's tiles in L2 before the next columns follow."""
+_STEPS: Any = gl.constexpr(2)
+"""A turn of the loop: the second step is begun before the first one's sums are added up. Turns of four take as long, and
+addresses leave the registers for them."""
 
 _copy_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
 _store_box: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -169,7 +172,6 @@ def _compute(
     GATED: gl.constexpr,
     RESIDUAL: gl.constexpr,
     STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     """A computing group of four warps: 64 of a tile's 128 rows."""
@@ -200,26 +202,26 @@ def _compute(
         places = _following_places(places, 0, num_blocks, sizes)
         then = _scales_at(places)
         mbarrier.wait(full.index(stage), parity)
-        for turn in range(num_blocks // STEPS):
+        for turn in range(num_blocks // _STEPS):
             sums = _start(memory, stage, group, SUMS)
-            for step in gl.static_range(STEPS):
-                block = turn * STEPS + step
+            for step in gl.static_range(_STEPS):
+                block = turn * _STEPS + step
                 following, parity = _following(stage, parity, STAGES)
                 # Waiting in the last step, too, keeps the assembler, which orders instructions within a basic block,
                 # from moving the wait for its product before the last but one's sums are added up.
                 mbarrier.wait(full.index(following), parity, pred=block + 1 < num_blocks)
-                if step + 1 < STEPS:
+                if step + 1 < _STEPS:
                     coming = _start(memory, following, group, SUMS)
-                sums = warpgroup_mma_wait(num_outstanding=1 if step + 1 < STEPS else 0, deps=(sums,))
+                sums = warpgroup_mma_wait(num_outstanding=1 if step + 1 < _STEPS else 0, deps=(sums,))
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc = _pinned(_add_scaled(acc, sums, now))
                 now = then
                 places = _following_places(places, block + 1, num_blocks, sizes)
                 then = _scales_at(places)
                 stage = following
-                if step + 1 < STEPS:
+                if step + 1 < _STEPS:
                     sums = coming  # pyright: ignore[reportPossiblyUnboundVariable]
-        for block in range(num_blocks // STEPS * STEPS, num_blocks):
+        for block in range(num_blocks // _STEPS * _STEPS, num_blocks):
             sums = _start(memory, stage, group, SUMS)
             following, parity = _following(stage, parity, STAGES)
             mbarrier.wait(full.index(following), parity, pred=block + 1 < num_blocks)
@@ -265,7 +267,6 @@ def _block_kernel(
     GATED: gl.constexpr,
     RESIDUAL: gl.constexpr,
     STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
     GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -292,9 +293,9 @@ def _block_kernel(
     gl.warp_specialize(
         [
             (_compute, (FIRST, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
-                        GATED, RESIDUAL, STAGES, STEPS, GROUP_M)),
+                        GATED, RESIDUAL, STAGES, GROUP_M)),
             (_compute, (SECOND, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
-                        GATED, RESIDUAL, STAGES, STEPS, GROUP_M)),
+                        GATED, RESIDUAL, STAGES, GROUP_M)),
             (_copy_tiles, (x_desc, weight_desc, memory, barriers, sizes, STAGES, GROUP_M)),
         ],
         [4, 1],
@@ -320,7 +321,6 @@ def block_product(
     num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
     assert takes_blocks(weight)
     assert tiles.num_stages >= 2, "a step is computed while the next one is awaited"
-    assert tiles.steps % 2 == 0, "scales of even and of odd steps have registers of their own"
     assert out.element_size() == 2
     # A single row's stride says nothing, and descriptors accept no odd one.
     out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
@@ -342,7 +342,6 @@ def block_product(
         GATED=gated,
         RESIDUAL=residual is not None,
         STAGES=tiles.num_stages,
-        STEPS=tiles.steps,
         GROUP_M=_GROUP_M,
         PDL=dependent,
         num_warps=4,

@@ -14,9 +14,6 @@ class BlockTiles:
     """Tiles of 128 x 128 and steps of 128 over K, `num_stages` of them in flight."""
 
     num_stages: int
-    steps: int
-    """So many are begun one ahead: while a step's sums are added up, the tensor cores compute the next one's. An even
-    number."""
 
 
 def takes_blocks(weight: QuantizedWeight) -> bool:

@@ -46,6 +46,8 @@ def check(
     allowed_error = 2.5e-3
     if weight.format is Format.FP8 and weight.group >= weight.in_features and weight.weight.is_cuda:
         tolerance, allowed_error = 5e-2, 6e-3  # what the tensor core's sums lose, see `swapped_product`
+    elif weight.format is Format.FP8 and weight.weight.is_cuda:
+        tolerance = max(tolerance, 5e-3)  # they lose it of each 128 elements, too
     assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert float(error) < allowed_error
@@ -150,7 +152,7 @@ def block_product(*args: Any, **kwargs: Any) -> torch.Tensor:
     return product(*args, **kwargs)
 
 
-BLOCK_TILES = [BlockTiles(6, 4), BlockTiles(6, 2), BlockTiles(5, 4), BlockTiles(2, 2)]
+BLOCK_TILES = [BlockTiles(6), BlockTiles(5), BlockTiles(2)]
 
 
 @pytest.fixture

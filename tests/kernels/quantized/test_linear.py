@@ -143,7 +143,7 @@ def test_tables_choose_the_kernel(
 
 
 def test_tables_of_blocks_are_for_weights_in_blocks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "plan", lambda *_: Plan((), (BlockTiles(6, 4),)))
+    monkeypatch.setattr(quantized, "plan", lambda *_: Plan((), (BlockTiles(6),)))
     monkeypatch.setattr(runtime, "has_inline_ptx", lambda _: True)
     monkeypatch.setattr(runtime, "capability", lambda _: 90)
     weight = random_weight(Format.FP8, 256, 256, 128, device)
