@@ -37,8 +37,8 @@ jit: Any = gluon.jit
 _GROUP_M = 8
 """Tile rows that share the weight's tiles in L2 before the next columns follow."""
 _STEPS: Any = gl.constexpr(2)
-"""A turn of the loop: the second step is begun before the first one's sums are added up. Turns of four take as long, and
-addresses leave the registers for them."""
+"""A turn of the loop: the second step is begun before the first one's sums are added up. Turns of four take as
+long, and addresses leave the registers for them."""
 
 _copy_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
 _store_box: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

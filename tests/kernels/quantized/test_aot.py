@@ -7,7 +7,6 @@ that the tuner tries. Cannot share a process with the interpreter.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
