@@ -58,7 +58,7 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
         flat = replace(twice[0], num_stages=2)
         more = [replace(twice[2], num_stages=4), replace(first, block_n=128)] if rows == 16 else []
         found = [first, narrow, twice[0], twice[1], flat, replace(first, num_stages=4)]
-        return found if rows == 32 else [*found, small, twice[2], *more]
+        return [*found, small, twice[2], *more] if rows == 16 else found
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
     if rows > 32:
