@@ -13,7 +13,7 @@ LONG_GAP_US = 5.0
 KINDS = {
     "attention": ("attention", "shared_prefix", "merge_kernel", "flash"),
     "linear": (
-        *("gemm", "gemv", "skinny", "weight_only", "swapped_kernel", "tiled_kernel"),
+        *("gemm", "gemv", "skinny", "weight_only", "swapped_kernel", "tiled_kernel", "block_kernel"),
         *("nvjet", "cutlass", "cublas", "xmma", "splitk"),
     ),
     "quantization": ("quantize", "scale_kernel"),
