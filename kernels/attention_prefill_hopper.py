@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import runtime
 from .attention_prefill_hopper_work import copy_keys_and_values, find_tile, num_key_tiles_of
 from .attention_prefill_plan import BOX, Memory, PrefillPlan
+from .gluon_names import barrier, copy_rows
 
 # Gluon's stubs know neither plain values for constexpr parameters nor its own loops.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -34,8 +35,6 @@ jit: Any = gluon.jit
 ROWS_PER_GROUP = 64
 """Rows of one group of four warps: the height of Hopper's matrix instruction."""
 
-_copy_rows: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 _RENAMED_VIEW: Any = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by Triton 3.9
 
 
@@ -167,7 +166,7 @@ def _copy_queries(
         group, pid_kv, query_begin, first_query, query_len, stride, head_stride, GROUP, QUERIES, ROWS
     )
     offs_d = gl.arange(0, memory.shape[1], layout=gl.SliceLayout(0, ROWS))
-    _copy_rows(memory, q_ptr + offset[:, None] + offs_d[None, :], mask=mask_m[:, None])
+    copy_rows(memory, q_ptr + offset[:, None] + offs_d[None, :], mask=mask_m[:, None])
     async_copy.commit_group()
 
 
@@ -219,7 +218,7 @@ def _compute(
         # Every thread waits for its own copies and makes them visible to the tensor cores, then for the other threads.
         async_copy.wait_group(0)
         fence_async_shared()
-        _barrier()
+        barrier()
         if first_query < query_len:
             context = seq_len - query_len
             # Rows beyond the tile's last query repeat its position, so that no row is without keys.

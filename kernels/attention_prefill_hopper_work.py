@@ -9,13 +9,14 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon_names import copy_box
 
 # Gluon's stubs know neither plain values for constexpr parameters nor its own loops.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 jit: Any = gluon.jit
-_copy_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed it
 
 
 @jit
@@ -127,6 +128,6 @@ def _copy_tile(
     mbarrier.expect(full.index(stage), PARTS * 64 * HEAD_DIM * 2)
     for column in gl.static_range(HEAD_DIM // 64):
         box = (stage * (HEAD_DIM // 64) + column) * PARTS
-        _copy_box(descriptor, [slot_0, head_offset + column * 64], full.index(stage), memory.index(box))
+        copy_box(descriptor, [slot_0, head_offset + column * 64], full.index(stage), memory.index(box))
         if PARTS == 2:
-            _copy_box(descriptor, [slot_1, head_offset + column * 64], full.index(stage), memory.index(box + 1))
+            copy_box(descriptor, [slot_1, head_offset + column * 64], full.index(stage), memory.index(box + 1))

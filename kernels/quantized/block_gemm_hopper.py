@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from manta.kernels import runtime
 from manta.kernels.dependent_launch import has_dependent_launch
+from manta.kernels.gluon_names import barrier, copy_box, store_box
 
 from .block_gemm_plan import BlockTiles, takes_blocks
 from .eight_bit import prepare
@@ -39,10 +40,6 @@ _GROUP_M = 8
 _STEPS: Any = gl.constexpr(2)
 """A turn of the loop: the second step is begun before the first one's sums are added up. Turns of four take as
 long, and addresses leave the registers for them."""
-
-_copy_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
-_store_box: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @jit
@@ -95,8 +92,8 @@ def _copy_tiles(x_desc, weight_desc, memory, barriers, sizes, STAGES: gl.constex
             mbarrier.expect(full.index(stage), 2 * 128 * 128)
             for group in gl.static_range(2):
                 box = x_memory.index(2 * stage + group)
-                _copy_box(x_desc, [row + group * 64, block * 128], full.index(stage), box)
-            _copy_box(weight_desc, [column, block * 128], full.index(stage), weight_memory.index(stage))
+                copy_box(x_desc, [row + group * 64, block * 128], full.index(stage), box)
+            copy_box(weight_desc, [column, block * 128], full.index(stage), weight_memory.index(stage))
             stage, parity = _following(stage, parity, STAGES)
 
 
@@ -191,9 +188,9 @@ def _compute(
         out_column = column // 2 if GATED else column
         if RESIDUAL:
             tma.store_wait(0)
-            _barrier()
+            barrier()
             mbarrier.expect(arrived.index(group), 64 * 128 * 2)
-            _copy_box(out_desc, [row, out_column], arrived.index(group), out_tile)
+            copy_box(out_desc, [row, out_column], arrived.index(group), out_tile)
         # Rows past the end take the last one's scale and are not stored.
         rows = gl.minimum(row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), num_rows - 1)
         places = (x_scale_ptr + rows, scale_ptr + column + zero)
@@ -242,14 +239,14 @@ def _compute(
             acc += out_tile.load(SUMS).to(gl.float32)
         else:
             tma.store_wait(0)
-        _barrier()
+        barrier()
         if GATED:
             gate, up = acc.reshape([64, 64, 2]).split()
             acc = gate * up / (1.0 + gl.exp2(gate * -1.4426950408889634))
         out_tile.store(acc.to(out_desc.dtype))
         fence_async_shared()
-        _barrier()
-        _store_box(out_desc, [row, out_column], out_tile)
+        barrier()
+        store_box(out_desc, [row, out_column], out_tile)
     tma.store_wait(0)
 
 

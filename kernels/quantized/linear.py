@@ -5,7 +5,7 @@ as `kernels/linear` keeps its own); without an entry:
 
 - 16-bit activations: `weight_only_product` up to 64 rows, then the weight dequantized and a 16-bit product;
 - 8-bit activations: `swapped_product` up to 64 rows, then the library where it has such a product, else
-  `block_product` (FP8 in blocks on Hopper GPUs) or `tiled_product`.
+  `tiled_product`; of `block_product`, for Hopper and FP8 in blocks, tables alone know.
 
 A table may choose the weight-only product for 8-bit activations too where that is faster, which skips their rounding.
 fp32, and everything on CPU, takes the reference. Knows no model and no checkpoint.
@@ -45,7 +45,6 @@ KERNELS: dict[str, Any] = {
 DETERMINISTIC_WEIGHT_ONLY = WeightOnlyTiles(64, 16, 128, 4, 3)
 DETERMINISTIC_EIGHT_BIT = SwappedTiles(64, 64, 128, 4, 4)
 """The one configuration for one row as for thousands: a row's bits depend on that row alone."""
-_BLOCKS = BlockTiles(6)
 _TILED = GemmTiles(128, 128, 128, num_warps=8, num_stages=4)
 _TILED_MANY_SCALES = GemmTiles(64, 128, 128, num_warps=4, num_stages=5)
 """A scale a column and group: they need the registers of a larger tile."""
@@ -215,11 +214,9 @@ def choose(
     tiles = plan(scheme, kind, weight.out_features, weight.in_features, group, x.device).tiles_for(x.shape[0])
     if activations is None:
         return tiles
-    if isinstance(tiles, BlockTiles) or (tiles is None and not library_takes(x.shape[0], weight, x.dtype)):
-        if takes_blocks(weight):
-            tiles = tiles or _BLOCKS
-        else:
-            tiles = _TILED if group is None or weight.uniform_rows % _TILED.block_n == 0 else _TILED_MANY_SCALES
+    is_left = tiles is None and not library_takes(x.shape[0], weight, x.dtype)
+    if is_left or (isinstance(tiles, BlockTiles) and not takes_blocks(weight)):
+        tiles = _TILED if group is None or weight.uniform_rows % _TILED.block_n == 0 else _TILED_MANY_SCALES
     if isinstance(tiles, GemmTiles) and not _can_tile(weight):
         tiles = DETERMINISTIC_EIGHT_BIT
     return tiles

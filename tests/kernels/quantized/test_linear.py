@@ -142,17 +142,14 @@ def test_tables_choose_the_kernel(
     assert_near(actual, expected_of(layer, inputs, None if skips_rounding else activations))
 
 
-@pytest.mark.parametrize("tiles", [BlockTiles(4), None], ids=str)
-def test_products_of_blocks_are_for_weights_in_blocks_on_hopper(
-    tiles: BlockTiles | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantized, "plan", lambda *_: Plan((), (tiles,)))
+def test_tables_of_blocks_are_for_weights_in_blocks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "plan", lambda *_: Plan((), (BlockTiles(6),)))
     monkeypatch.setattr(runtime, "has_inline_ptx", lambda _: True)
     monkeypatch.setattr(runtime, "capability", lambda _: 90)
     weight = random_weight(Format.FP8, 256, 256, 128, device)
     x = torch.zeros(200, 256, dtype=torch.bfloat16, device=device)
     in_blocks = replace(weight, scales=torch.ones_like(weight.scales), uniform_rows=128)
-    assert quantized.choose("plain", x, in_blocks, Format.FP8, deterministic=False) == (tiles or BlockTiles(6))
+    assert quantized.choose("plain", x, in_blocks, Format.FP8, deterministic=False) == BlockTiles(6)
     assert isinstance(quantized.choose("plain", x, weight, Format.FP8, deterministic=False), GemmTiles)
     monkeypatch.setattr(runtime, "capability", lambda _: 100)
     assert isinstance(quantized.choose("plain", x, in_blocks, Format.FP8, deterministic=False), GemmTiles)
