@@ -55,20 +55,24 @@ def _weight_only(scheme: Scheme, layer: Layer, rows: int) -> list[WeightOnlyTile
     if scheme.format is Format.INT4:
         if rows == 64:
             return [first, replace(first, splits=max(1, splits // 2)), replace(first, block_n=128, num_warps=8)]
-        flat = replace(twice[0], num_stages=2)
-        more = [replace(twice[2], num_stages=4), replace(first, block_n=128)] if rows == 16 else []
-        found = [first, narrow, twice[0], twice[1], flat, replace(first, num_stages=4)]
-        return [*found, small, twice[2], *more] if rows == 16 else found
+        flat = replace(twice[1], num_stages=2)
+        found = [first, narrow, *twice[:2], flat]
+        if rows == 16:
+            return [*found, small, twice[2], replace(small, num_stages=4), replace(twice[2], num_stages=4)]
+        return [*found, replace(twice[0], num_stages=2), replace(first, num_stages=4), small]
     deep = replace(first, num_stages=4 if rows < 64 else 3)
     plain = replace(deep, inline_ptx=False)
     if rows > 32:
         return [deep, plain, replace(plain, splits=max(1, splits // 2))]
+    small = replace(small, num_stages=4)
+    if rows == 16:
+        longer = [replace(narrow, block_k=256, num_stages=4), replace(twice[1], block_k=256, num_stages=2)]
+        found = [narrow, small, replace(narrow, num_stages=4), twice[1], *(longer if scheme.group is None else [])]
+        return [*found, *(replace(tiles, inline_ptx=False) for tiles in found[:5])]
     wider = [replace(plain, block_k=256, num_stages=3)] if scheme.group is None and rows <= 16 else []
-    others = [replace(small, num_stages=4), narrow, *twice[:2]]
+    others = [small, narrow, *twice[:2]]
     if rows <= 8:
         others = [replace(tiles, inline_ptx=False) for tiles in others]
-    elif scheme.group is None:
-        wider += [replace(tiles, inline_ptx=False) for tiles in (others[0], narrow)]
     return [deep, plain, *others, *wider]
 
 
@@ -88,24 +92,22 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
         if rows == 64:  # tiles of blocks are for Hopper GPUs: on others they fail, and are left out
             wide = [replace(tiles, num_warps=8) for tiles in (two, replace(two, splits=fewer))]
             deep = [replace(first, num_stages=6, num_warps=warps) for warps in (4, 8)]
-            return [first, two, replace(two, splits=fewer), *wide, *deep, BlockTiles(6)]
+            return [first, two, replace(two, splits=fewer), *wide, *deep, BlockTiles(8, 64)]
         wide = [replace(tiles, block_n=128, num_warps=8) for tiles in (first, two)]
         others = _weight_only(scheme, layer, rows)[:5] if rows <= 16 else []
         return [first, two, replace(two, splits=fewer), replace(two, num_stages=4), *wide, *others]
     if grouped:
         # Two programs a multiprocessor: one multiplies while the other adds up a group's sums.
         beside = [GemmTiles(64, 128, 128, 4, stages, programs=2) for stages in (3, 4)]
-        blocks = [BlockTiles(6), BlockTiles(4)]
+        blocks = [BlockTiles(6), BlockTiles(4), BlockTiles(8, 64), BlockTiles(6, 64)]
         tiled: list[Any] = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside, *blocks]
     else:
         tiled = [GemmTiles(128, 128, 128, 4, 4), GemmTiles(128, 256, 128, 8, 3, subtiles=2)]
         if scheme.format is Format.INT8:
             tiled[1] = GemmTiles(128, 256, 128, 8, 3, subtiles=1 if layer.kind == "plain" else 2)
     if rows <= 256 and grouped:
-        swapped = SwappedTiles(64, 64, 128, 4, 4, fewer)
-        twos = [replace(swapped, num_stages=3, num_warps=warps, unroll=2) for warps in (4, 8)]
-        whole = [replace(twos[1], block_m=128, splits=times) for times in (fewer, splits)]
-        return [swapped, *twos, *whole, *tiled]
+        swapped = SwappedTiles(64, 64, 128, 4, 3, fewer, unroll=2)
+        return [swapped, replace(swapped, num_warps=8), *tiled[1:]]
     if rows <= 256:
         return [SwappedTiles(128, 128, 128, 8, 4, fewer), GemmTiles(64, 128, 128, 4, 5), tiled[0]]
     return [*tiled, GemmTiles(128, 128, 128, 8, 4)]

@@ -56,16 +56,16 @@ def _wait_for_predecessor():
 
 
 @jit
-def _place_of(tile, num_rows, n_size, GROUP_M: gl.constexpr):
-    """Row and column of a tile of 128 x 128, the same for all warps."""
+def _place_of(tile, num_rows, n_size, GROUP_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Row and column of a tile of 128 x BLOCK_N, the same for all warps."""
     num_tiles_m = (num_rows + 127) // 128
-    tiles_of_group = GROUP_M * (n_size // 128)
+    tiles_of_group = GROUP_M * (n_size // BLOCK_N)
     group_of_tiles = tile // tiles_of_group
     within = tile - group_of_tiles * tiles_of_group
     group_height = gl.minimum(num_tiles_m - group_of_tiles * GROUP_M, GROUP_M)
     tile_n = within // group_height
     tile_m = group_of_tiles * GROUP_M + within - tile_n * group_height
-    return tile_m * 128, tile_n * 128
+    return tile_m * 128, tile_n * BLOCK_N
 
 
 @jit
@@ -82,14 +82,15 @@ def _copy_tiles(x_desc, weight_desc, memory, barriers, sizes, STAGES: gl.constex
     x_memory, weight_memory, _out_memory = memory
     full, empty, _arrived = barriers
     num_rows, n_size, k_size = sizes
-    num_tiles = (num_rows + 127) // 128 * (n_size // 128)
+    BLOCK_N: gl.constexpr = weight_memory.shape[1]
+    num_tiles = (num_rows + 127) // 128 * (n_size // BLOCK_N)
     stage = num_rows * 0
     parity = stage
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = _place_of(tile, num_rows, n_size, GROUP_M)
+        row, column = _place_of(tile, num_rows, n_size, GROUP_M, BLOCK_N)
         for block in range(k_size // 128):
             mbarrier.wait(empty.index(stage), parity ^ 1)
-            mbarrier.expect(full.index(stage), 2 * 128 * 128)
+            mbarrier.expect(full.index(stage), 128 * (128 + BLOCK_N))
             for group in gl.static_range(2):
                 box = x_memory.index(2 * stage + group)
                 copy_box(x_desc, [row + group * 64, block * 128], full.index(stage), box)
@@ -138,11 +139,12 @@ def _pinned(x):
 
 @jit
 def _start(memory, stage, group: gl.constexpr, SUMS: gl.constexpr):
-    """Let the tensor cores multiply what `stage` holds: 64 rows, 128 columns, 128 elements of K."""
+    """Let the tensor cores multiply what `stage` holds of a group's 64 rows and the tile's columns."""
     x_memory, weight_memory, _out_memory = memory
+    BLOCK_N: gl.constexpr = weight_memory.shape[1]
     x = x_memory.index(2 * stage + group)
     weight = weight_memory.index(stage).permute((1, 0))
-    return warpgroup_mma(x, weight, gl.zeros([64, 128], gl.float32, SUMS), use_acc=False, is_async=True)
+    return warpgroup_mma(x, weight, gl.zeros([64, BLOCK_N], gl.float32, SUMS), use_acc=False, is_async=True)
 
 
 @jit
@@ -151,7 +153,7 @@ def _add_scaled(acc, sums, scales):
     x_scale, even_scale, odd_scale = scales
     SUMS: gl.constexpr = acc.type.layout
     x_scale = _pinned(x_scale)
-    is_even = gl.arange(0, 128, layout=gl.SliceLayout(0, SUMS)) % 2 == 0
+    is_even = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS)) % 2 == 0
     scale = gl.where(is_even[None, :], (x_scale * even_scale)[:, None], (x_scale * odd_scale)[:, None])
     return gl.fma(sums, scale, acc)
 
@@ -172,29 +174,30 @@ def _compute(
     GROUP_M: gl.constexpr,
 ):
     """A computing group of four warps: 64 of a tile's 128 rows."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    BLOCK_N: gl.constexpr = memory[1].shape[1]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     out_tile = memory[2].index(group)
     full, empty, arrived = barriers
     num_rows, n_size, k_size = sizes
-    num_tiles = (num_rows + 127) // 128 * (n_size // 128)
+    num_tiles = (num_rows + 127) // 128 * (n_size // BLOCK_N)
     num_blocks = k_size // 128
     stage = num_rows * 0
     parity = stage
     residual_parity = stage
     zero = _zero_of_a_thread(num_rows)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = _place_of(tile, num_rows, n_size, GROUP_M)
+        row, column = _place_of(tile, num_rows, n_size, GROUP_M, BLOCK_N)
         row += group * 64
         out_column = column // 2 if GATED else column
         if RESIDUAL:
             tma.store_wait(0)
             barrier()
-            mbarrier.expect(arrived.index(group), 64 * 128 * 2)
+            mbarrier.expect(arrived.index(group), 64 * BLOCK_N * 2)
             copy_box(out_desc, [row, out_column], arrived.index(group), out_tile)
         # Rows past the end take the last one's scale and are not stored.
         rows = gl.minimum(row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), num_rows - 1)
         places = (x_scale_ptr + rows, scale_ptr + column + zero)
-        acc = gl.zeros([64, 128], gl.float32, SUMS)
+        acc = gl.zeros([64, BLOCK_N], gl.float32, SUMS)
         now = _scales_at(places)
         places = _following_places(places, 0, num_blocks, sizes)
         then = _scales_at(places)
@@ -231,7 +234,7 @@ def _compute(
             stage = following
 
         if bias_ptr is not None:
-            offs_n = column + gl.arange(0, 128, layout=gl.SliceLayout(0, SUMS))
+            offs_n = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SUMS))
             acc += gl.load(bias_ptr + offs_n).to(gl.float32)[None, :]
         if RESIDUAL:
             mbarrier.wait(arrived.index(group), residual_parity)
@@ -241,7 +244,7 @@ def _compute(
             tma.store_wait(0)
         barrier()
         if GATED:
-            gate, up = acc.reshape([64, 64, 2]).split()
+            gate, up = acc.reshape([64, BLOCK_N // 2, 2]).split()
             acc = gate * up / (1.0 + gl.exp2(gate * -1.4426950408889634))
         out_tile.store(acc.to(out_desc.dtype))
         fence_async_shared()
@@ -264,15 +267,16 @@ def _block_kernel(
     GATED: gl.constexpr,
     RESIDUAL: gl.constexpr,
     STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Programs take tiles of 128 x 128 in turn, every num_programs-th of them."""
+    """Programs take tiles of 128 x BLOCK_N in turn, every num_programs-th of them."""
     if PDL:
         _wait_for_predecessor()
     x_memory = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, 128], x_desc.layout)
-    weight_memory = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, 128, 128], weight_desc.layout)
-    out_memory = gl.allocate_shared_memory(out_desc.dtype, [2, 64, 64 if GATED else 128], out_desc.layout)
+    weight_memory = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, 128], weight_desc.layout)
+    out_memory = gl.allocate_shared_memory(out_desc.dtype, [2, 64, BLOCK_N // 2 if GATED else BLOCK_N], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -317,18 +321,19 @@ def block_product(
     """
     num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
     assert takes_blocks(weight)
+    assert tiles.block_n in (64, 128)
     assert tiles.num_stages >= 2, "a step is computed while the next one is awaited"
     assert out.element_size() == 2
     # A single row's stride says nothing, and descriptors accept no odd one.
     out_stride = out.stride(0) if num_rows > 1 else out.shape[1]
     operand = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    result = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    width = 64 if gated else 128
-    num_tiles = triton.cdiv(num_rows, 128) * (n_size // 128)
+    width = tiles.block_n // 2 if gated else tiles.block_n
+    result = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * width, 128), element_bitwidth=16, rank=2)
+    num_tiles = triton.cdiv(num_rows, 128) * (n_size // tiles.block_n)
     dependent = has_dependent_launch(out)
     _block_kernel[(min(num_tiles, runtime.num_multiprocessors(out.device)),)](
         TensorDescriptor(rows.values, [num_rows, k_size], [k_size, 1], [64, 128], operand),
-        TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [128, 128], operand),
+        TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [tiles.block_n, 128], operand),
         rows.scales,
         weight.scales,
         bias,
@@ -339,6 +344,7 @@ def block_product(
         GATED=gated,
         RESIDUAL=residual is not None,
         STAGES=tiles.num_stages,
+        BLOCK_N=tiles.block_n,
         GROUP_M=_GROUP_M,
         PDL=dependent,
         num_warps=4,

@@ -11,9 +11,10 @@ from .layout import Format, QuantizedWeight
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """Tiles of 128 x 128 and steps of 128 over K, `num_stages` of them in flight."""
+    """Tiles of 128 rows and `block_n` columns, 64 or 128, and steps of 128 over K, `num_stages` of them in flight."""
 
     num_stages: int
+    block_n: int = 128
 
 
 def takes_blocks(weight: QuantizedWeight) -> bool:

@@ -152,7 +152,7 @@ def block_product(*args: Any, **kwargs: Any) -> torch.Tensor:
     return product(*args, **kwargs)
 
 
-BLOCK_TILES = [BlockTiles(6), BlockTiles(5), BlockTiles(2)]
+BLOCK_TILES = [BlockTiles(6), BlockTiles(5), BlockTiles(2), BlockTiles(8, 64)]
 
 
 @pytest.fixture
@@ -170,6 +170,8 @@ def hopper(device: torch.device) -> torch.device:
         (BLOCK_TILES[0], torch.bfloat16),
         (BLOCK_TILES[1], torch.bfloat16),
         (BLOCK_TILES[0], torch.float16),
+        (BLOCK_TILES[3], torch.bfloat16),
+        (BlockTiles(3, 64), torch.float16),
     ],
     ids=str,
 )
@@ -204,11 +206,12 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(tiles: BlockTiles, hopper: 
 
 
 @gpu
-def test_rows_behind_the_residuals_end_stay_as_they_were(hopper: torch.device) -> None:
+@pytest.mark.parametrize("tiles", [BLOCK_TILES[0], BLOCK_TILES[3]], ids=str)
+def test_rows_behind_the_residuals_end_stay_as_they_were(tiles: BlockTiles, hopper: torch.device) -> None:
     weight = weight_in_blocks(256, 512, hopper)
     rows = quantize_rows_reference(torch.randn(129, 512, device=hopper), Format.FP8, 128)
     memory = torch.full((256, 512), 7.0, dtype=torch.bfloat16, device=hopper)
-    block_product(rows, weight, dtype=torch.bfloat16, tiles=BLOCK_TILES[0], residual=memory[:129, :256])
+    block_product(rows, weight, dtype=torch.bfloat16, tiles=tiles, residual=memory[:129, :256])
     assert bool((memory[129:] == 7.0).all())
     assert bool((memory[:, 256:] == 7.0).all())
     assert not bool((memory[:129, :256] == 7.0).all())
