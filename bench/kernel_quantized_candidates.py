@@ -92,14 +92,14 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
         if rows == 64:  # tiles of blocks are for Hopper GPUs: on others they fail, and are left out
             wide = [replace(tiles, num_warps=8) for tiles in (two, replace(two, splits=fewer))]
             deep = [replace(first, num_stages=6, num_warps=warps) for warps in (4, 8)]
-            return [first, two, replace(two, splits=fewer), *wide, *deep, BlockTiles(8, 64)]
+            return [first, two, replace(two, splits=fewer), *wide, *deep, BlockTiles(8, 64, 2)]
         wide = [replace(tiles, block_n=128, num_warps=8) for tiles in (first, two)]
         others = _weight_only(scheme, layer, rows)[:5] if rows <= 16 else []
         return [first, two, replace(two, splits=fewer), replace(two, num_stages=4), *wide, *others]
     if grouped:
         # Two programs a multiprocessor: one multiplies while the other adds up a group's sums.
         beside = [GemmTiles(64, 128, 128, 4, stages, programs=2) for stages in (3, 4)]
-        blocks = [BlockTiles(6), BlockTiles(4), BlockTiles(8, 64), BlockTiles(6, 64)]
+        blocks = [BlockTiles(6), BlockTiles(4), BlockTiles(6, 64)]
         tiled: list[Any] = [GemmTiles(128, 128, 128, 8, 4), GemmTiles(64, 128, 128, 4, 5), *beside, *blocks]
     else:
         tiled = [GemmTiles(128, 128, 128, 4, 4), GemmTiles(128, 256, 128, 8, 3, subtiles=2)]
@@ -107,7 +107,7 @@ def _eight_bit(scheme: Scheme, layer: Layer, rows: int) -> list[Any]:
             tiled[1] = GemmTiles(128, 256, 128, 8, 3, subtiles=1 if layer.kind == "plain" else 2)
     if rows <= 256 and grouped:
         swapped = SwappedTiles(64, 64, 128, 4, 3, fewer, unroll=2)
-        return [swapped, replace(swapped, num_warps=8), *tiled[1:]]
+        return [swapped, replace(swapped, num_warps=8), *tiled[1:], BlockTiles(8, 64, 2), BlockTiles(6, 128, 2)]
     if rows <= 256:
         return [SwappedTiles(128, 128, 128, 8, 4, fewer), GemmTiles(64, 128, 128, 4, 5), tiled[0]]
     return [*tiled, GemmTiles(128, 128, 128, 8, 4)]

@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from manta.kernels import runtime
 from manta.kernels.dependent_launch import has_dependent_launch
 from manta.kernels.gluon_names import barrier, copy_box, store_box
+from manta.kernels.split_k import workspace
 
 from .block_gemm_plan import BlockTiles, takes_blocks
 from .eight_bit import prepare
@@ -77,18 +78,35 @@ def _following(stage, parity, STAGES: gl.constexpr):
 
 
 @jit
-def _copy_tiles(x_desc, weight_desc, memory, barriers, sizes, STAGES: gl.constexpr, GROUP_M: gl.constexpr):
+def _num_items(sizes, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr):
+    """Tiles, or parts of them."""
+    num_rows, n_size, _k_size = sizes
+    return (num_rows + 127) // 128 * (n_size // BLOCK_N) * SPLITS
+
+
+@jit
+def _work_of(item, sizes, SPLITS: gl.constexpr):
+    """A tile, and its part of the blocks of K: the first one and the one behind the last."""
+    num_blocks = sizes[2] // 128
+    split = item % SPLITS
+    return item // SPLITS, num_blocks * split // SPLITS, num_blocks * (split + 1) // SPLITS
+
+
+@jit
+def _copy_tiles(
+    x_desc, weight_desc, memory, barriers, sizes, STAGES: gl.constexpr, GROUP_M: gl.constexpr, SPLITS: gl.constexpr
+):
     """The copying warp: fill a stage when both groups have left it."""
     x_memory, weight_memory, _out_memory = memory
     full, empty, _arrived = barriers
-    num_rows, n_size, k_size = sizes
+    num_rows, n_size, _k_size = sizes
     BLOCK_N: gl.constexpr = weight_memory.shape[1]
-    num_tiles = (num_rows + 127) // 128 * (n_size // BLOCK_N)
     stage = num_rows * 0
     parity = stage
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), _num_items(sizes, BLOCK_N, SPLITS), gl.num_programs(0)):
+        tile, first, last = _work_of(item, sizes, SPLITS)
         row, column = _place_of(tile, num_rows, n_size, GROUP_M, BLOCK_N)
-        for block in range(k_size // 128):
+        for block in range(first, last):
             mbarrier.wait(empty.index(stage), parity ^ 1)
             mbarrier.expect(full.index(stage), 128 * (128 + BLOCK_N))
             for group in gl.static_range(2):
@@ -159,12 +177,67 @@ def _add_scaled(acc, sums, scales):
 
 
 @jit
+def _joined(acc, split, tile, partial_ptr, counter_ptr):
+    """A group's sums of two programs in the second one to come, which alone is told so; `tile` numbers what they share.
+
+    Of two numbers the sum is the same whoever comes second. Counters are zero before and after, see split_k.
+    """
+    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
+    SUMS: gl.constexpr = acc.type.layout
+    offs_m = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, SUMS))
+    offs_n = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))
+    parts = partial_ptr + tile.to(gl.int64) * (2 * SIZE) + offs_m[:, None] * acc.shape[1] + offs_n[None, :]
+    gl.store(parts + split * SIZE, acc)
+    barrier()
+    is_second = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == 1
+    if is_second:
+        acc += gl.load(parts + (1 - split) * SIZE, cache_modifier=".cg")
+        gl.store(counter_ptr + tile, 0)
+    return acc, is_second
+
+
+@jit
+def _fetch_residual(row, column, out_desc, out_tile, arrived):
+    """Let a group's rows of the residual come where its results will go from."""
+    tma.store_wait(0)
+    barrier()
+    mbarrier.expect(arrived, 2 * out_tile.shape[0] * out_tile.shape[1])
+    copy_box(out_desc, [row, column], arrived, out_tile)
+
+
+@jit
+def _finish(
+    acc, row, column, bias_ptr, out_desc, out_tile, arrived, parity, GATED: gl.constexpr, RESIDUAL: gl.constexpr
+):
+    """Bias, gate or the residual that is on its way to `out_tile`; store a group's rows of a tile."""
+    if bias_ptr is not None:
+        offs_n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+        acc += gl.load(bias_ptr + offs_n).to(gl.float32)[None, :]
+    if RESIDUAL:
+        mbarrier.wait(arrived, parity)
+        acc += out_tile.load(acc.type.layout).to(gl.float32)
+    else:
+        tma.store_wait(0)
+    barrier()
+    if GATED:
+        gate, up = acc.reshape([acc.shape[0], acc.shape[1] // 2, 2]).split()
+        acc = gate * up / (1.0 + gl.exp2(gate * -1.4426950408889634))
+        column = column // 2
+    out_tile.store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    barrier()
+    store_box(out_desc, [row, column], out_tile)
+
+
+@jit
 def _compute(
     group: gl.constexpr,
     x_scale_ptr,
     scale_ptr,
     bias_ptr,
     out_desc,
+    partial_ptr,
+    counter_ptr,
     memory,
     barriers,
     sizes,
@@ -172,31 +245,28 @@ def _compute(
     RESIDUAL: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SPLITS: gl.constexpr,
 ):
     """A computing group of four warps: 64 of a tile's 128 rows."""
     BLOCK_N: gl.constexpr = memory[1].shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     out_tile = memory[2].index(group)
     full, empty, arrived = barriers
-    num_rows, n_size, k_size = sizes
-    num_tiles = (num_rows + 127) // 128 * (n_size // BLOCK_N)
-    num_blocks = k_size // 128
+    num_rows, n_size, _k_size = sizes
     stage = num_rows * 0
     parity = stage
     residual_parity = stage
     zero = _zero_of_a_thread(num_rows)
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), _num_items(sizes, BLOCK_N, SPLITS), gl.num_programs(0)):
+        tile, first, last = _work_of(item, sizes, SPLITS)
+        num_blocks = last - first
         row, column = _place_of(tile, num_rows, n_size, GROUP_M, BLOCK_N)
         row += group * 64
-        out_column = column // 2 if GATED else column
-        if RESIDUAL:
-            tma.store_wait(0)
-            barrier()
-            mbarrier.expect(arrived.index(group), 64 * BLOCK_N * 2)
-            copy_box(out_desc, [row, out_column], arrived.index(group), out_tile)
+        if RESIDUAL and SPLITS == 1:
+            _fetch_residual(row, column, out_desc, out_tile, arrived.index(group))
         # Rows past the end take the last one's scale and are not stored.
         rows = gl.minimum(row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)), num_rows - 1)
-        places = (x_scale_ptr + rows, scale_ptr + column + zero)
+        places = (x_scale_ptr + first * num_rows + rows, scale_ptr + first * n_size + column + zero)
         acc = gl.zeros([64, BLOCK_N], gl.float32, SUMS)
         now = _scales_at(places)
         places = _following_places(places, 0, num_blocks, sizes)
@@ -233,23 +303,16 @@ def _compute(
             then = _scales_at(places)
             stage = following
 
-        if bias_ptr is not None:
-            offs_n = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SUMS))
-            acc += gl.load(bias_ptr + offs_n).to(gl.float32)[None, :]
-        if RESIDUAL:
-            mbarrier.wait(arrived.index(group), residual_parity)
+        stores = True
+        if SPLITS == 2:
+            acc, stores = _joined(acc, item % 2, 2 * tile + group, partial_ptr, counter_ptr)
+        if stores:
+            if RESIDUAL and SPLITS == 2:
+                _fetch_residual(row, column, out_desc, out_tile, arrived.index(group))
+            _finish(
+                acc, row, column, bias_ptr, out_desc, out_tile, arrived.index(group), residual_parity, GATED, RESIDUAL
+            )
             residual_parity ^= 1
-            acc += out_tile.load(SUMS).to(gl.float32)
-        else:
-            tma.store_wait(0)
-        barrier()
-        if GATED:
-            gate, up = acc.reshape([64, BLOCK_N // 2, 2]).split()
-            acc = gate * up / (1.0 + gl.exp2(gate * -1.4426950408889634))
-        out_tile.store(acc.to(out_desc.dtype))
-        fence_async_shared()
-        barrier()
-        store_box(out_desc, [row, out_column], out_tile)
     tma.store_wait(0)
 
 
@@ -261,6 +324,8 @@ def _block_kernel(
     scale_ptr,
     bias_ptr,
     out_desc,
+    partial_ptr,
+    counter_ptr,
     num_rows,
     n_size,
     k_size,
@@ -269,9 +334,10 @@ def _block_kernel(
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Programs take tiles of 128 x BLOCK_N in turn, every num_programs-th of them."""
+    """Programs take tiles of 128 x BLOCK_N, or halves of their K, in turn: every num_programs-th of them."""
     if PDL:
         _wait_for_predecessor()
     x_memory = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, 128], x_desc.layout)
@@ -293,11 +359,11 @@ def _block_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_compute, (FIRST, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
-                        GATED, RESIDUAL, STAGES, GROUP_M)),
-            (_compute, (SECOND, x_scale_ptr, scale_ptr, bias_ptr, out_desc, memory, barriers, sizes,
-                        GATED, RESIDUAL, STAGES, GROUP_M)),
-            (_copy_tiles, (x_desc, weight_desc, memory, barriers, sizes, STAGES, GROUP_M)),
+            (_compute, (FIRST, x_scale_ptr, scale_ptr, bias_ptr, out_desc, partial_ptr, counter_ptr, memory, barriers,
+                        sizes, GATED, RESIDUAL, STAGES, GROUP_M, SPLITS)),
+            (_compute, (SECOND, x_scale_ptr, scale_ptr, bias_ptr, out_desc, partial_ptr, counter_ptr, memory, barriers,
+                        sizes, GATED, RESIDUAL, STAGES, GROUP_M, SPLITS)),
+            (_copy_tiles, (x_desc, weight_desc, memory, barriers, sizes, STAGES, GROUP_M, SPLITS)),
         ],
         [4, 1],
         [240, 24],
@@ -322,6 +388,7 @@ def block_product(
     num_rows, k_size, n_size, out = prepare(rows, weight, dtype, gated, residual)
     assert takes_blocks(weight)
     assert tiles.block_n in (64, 128)
+    assert tiles.splits in (1, 2)
     assert tiles.num_stages >= 2, "a step is computed while the next one is awaited"
     assert out.element_size() == 2
     # A single row's stride says nothing, and descriptors accept no odd one.
@@ -330,14 +397,17 @@ def block_product(
     width = tiles.block_n // 2 if gated else tiles.block_n
     result = gl.NVMMASharedLayout(swizzle_byte_width=min(2 * width, 128), element_bitwidth=16, rank=2)
     num_tiles = triton.cdiv(num_rows, 128) * (n_size // tiles.block_n)
+    partial, counter = workspace(out.device, 2 * num_tiles, tiles.splits, 64 * tiles.block_n)
     dependent = has_dependent_launch(out)
-    _block_kernel[(min(num_tiles, runtime.num_multiprocessors(out.device)),)](
+    _block_kernel[(min(tiles.splits * num_tiles, runtime.num_multiprocessors(out.device)),)](
         TensorDescriptor(rows.values, [num_rows, k_size], [k_size, 1], [64, 128], operand),
         TensorDescriptor(weight.weight, [n_size, k_size], [k_size, 1], [tiles.block_n, 128], operand),
         rows.scales,
         weight.scales,
         bias,
         TensorDescriptor(out, [num_rows, out.shape[1]], [out_stride, 1], [64, width], result),
+        partial,
+        counter,
         num_rows,
         n_size,
         k_size,
@@ -346,6 +416,7 @@ def block_product(
         STAGES=tiles.num_stages,
         BLOCK_N=tiles.block_n,
         GROUP_M=_GROUP_M,
+        SPLITS=tiles.splits,
         PDL=dependent,
         num_warps=4,
         launch_pdl=dependent,

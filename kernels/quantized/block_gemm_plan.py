@@ -15,6 +15,8 @@ class BlockTiles:
 
     num_stages: int
     block_n: int = 128
+    splits: int = 1
+    """Programs that share a tile's K, one or two."""
 
 
 def takes_blocks(weight: QuantizedWeight) -> bool:

@@ -144,7 +144,7 @@ def test_layers_compile_within_the_device(scheme: Scheme, layer: Layer, rows: in
 @pytest.mark.parametrize("bias", [False, True] if FULL else [False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if FULL else [torch.bfloat16])
 @pytest.mark.parametrize("kind", ["plain", "gated", "add"])
-@pytest.mark.parametrize("tiles", [BlockTiles(6), BlockTiles(4), BlockTiles(8, 64)], ids=str)
+@pytest.mark.parametrize("tiles", [BlockTiles(6), BlockTiles(4), BlockTiles(8, 64), BlockTiles(6, 64, 2)], ids=str)
 def test_sums_of_blocks_are_added_up_while_the_next_ones_are_computed(
     tiles: BlockTiles, kind: str, dtype: torch.dtype, bias: bool, tmp_path: Path
 ) -> None:

@@ -152,7 +152,7 @@ def block_product(*args: Any, **kwargs: Any) -> torch.Tensor:
     return product(*args, **kwargs)
 
 
-BLOCK_TILES = [BlockTiles(6), BlockTiles(5), BlockTiles(2), BlockTiles(8, 64)]
+BLOCK_TILES = [BlockTiles(6), BlockTiles(5), BlockTiles(2), BlockTiles(8, 64), BlockTiles(6, 64, 2)]
 
 
 @pytest.fixture
@@ -195,6 +195,27 @@ def test_products_of_blocks(
 
 
 @gpu
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize(
+    ("tiles", "dtype"), [(BLOCK_TILES[4], torch.bfloat16), (BlockTiles(4, 128, 2), torch.float16)], ids=str
+)
+@pytest.mark.parametrize(
+    ("rows", "n_size", "k_size"),
+    [
+        (1, 256, 256),
+        (70, 384, 384),  # halves that differ
+        (128, 4096, 14336),
+        (256, 6144, 4096),  # programs have several halves
+        (300, 1152, 896),
+    ],
+)
+def test_products_of_blocks_whose_k_two_programs_share(
+    rows: int, n_size: int, k_size: int, tiles: BlockTiles, dtype: torch.dtype, fused: str, hopper: torch.device
+) -> None:
+    check(block_product, rows, weight_in_blocks(n_size, k_size, hopper), fused, dtype, tiles)
+
+
+@gpu
 @pytest.mark.parametrize("tiles", BLOCK_TILES, ids=str)
 def test_a_rows_bits_do_not_depend_on_the_other_rows(tiles: BlockTiles, hopper: torch.device) -> None:
     weight = weight_in_blocks(6144, 4096, hopper)
@@ -206,7 +227,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(tiles: BlockTiles, hopper: 
 
 
 @gpu
-@pytest.mark.parametrize("tiles", [BLOCK_TILES[0], BLOCK_TILES[3]], ids=str)
+@pytest.mark.parametrize("tiles", [BLOCK_TILES[0], *BLOCK_TILES[3:]], ids=str)
 def test_rows_behind_the_residuals_end_stay_as_they_were(tiles: BlockTiles, hopper: torch.device) -> None:
     weight = weight_in_blocks(256, 512, hopper)
     rows = quantize_rows_reference(torch.randn(129, 512, device=hopper), Format.FP8, 128)
