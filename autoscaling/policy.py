@@ -30,6 +30,10 @@ PATIENCE = 0.25
 """Of a cold start: so long more must be asked for by the forecast, where the error budget pays for waiting."""
 
 
+SUDDEN = (ReasonCode.BURST, ReasonCode.BACKLOG)
+"""What came for these may go sooner than what came for a load that grew."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What is wanted from now on."""
@@ -70,6 +74,8 @@ class PolicyState:
     last_work_s: float | None = None
     """When something was last there to do."""
     last_breach_s: float | None = None
+    came_for: Mapping[str, ReasonCode] = field(default_factory=dict)
+    """By pool: why the target last rose."""
     last_backlog_s: Mapping[str, float] = field(default_factory=dict)
     """By pool: when a backlog last asked for more than anything else."""
     held_back: frozenset[str] = frozenset()
@@ -210,11 +216,13 @@ class _Deciding:
         if wish.reason is ReasonCode.BACKLOG:
             to_keep = min(to_keep, max(self._num_to_keep(pool), 1))
             self._state = replace(self._state, last_backlog_s={**self._state.last_backlog_s, pool.name: now_s})
-        damping = self._state.damping.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=settings.quiet_s)
+        damping = self._state.damping.get(pool.name, Damping())
+        damping = damping.need(to_keep, now_s, quiet_s=settings.quiet_s, least=self._least_window(pool))
         if wanted >= pool.target:
             target = min(wanted, pool.max_replicas)
             if target > pool.target:
                 damping = damping.rose(now_s, quiet_s=settings.quiet_s)
+                self._state = replace(self._state, came_for={**self._state.came_for, pool.name: wish.reason})
         else:
             begun_s = self._state.begun_s
             is_known = begun_s is not None and now_s - begun_s >= settings.quiet_s
@@ -228,6 +236,15 @@ class _Deciding:
             hurry={**self._state.hurry, pool.name: hurry},
         )
         return min(max(target, pool.min_replicas), pool.max_replicas)
+
+    def _least_window(self, pool: PoolState) -> float:
+        """The quiet window before any fall was regretted, over the usual one. Keeping replicas for longer than a start
+        costs more than starting them again; what a load that grew asked for stays all the same, since its falls are
+        seldom for long."""
+        settings = self._settings
+        first_s = self._outlook.cold_start_s if settings.first_quiet_s is None else settings.first_quiet_s
+        is_shorter = self._state.came_for.get(pool.name) in SUDDEN and first_s < settings.quiet_s
+        return first_s / settings.quiet_s if is_shorter else 1.0
 
     def _surplus_s(self, pool: PoolState, wish: Wish) -> float:
         """So long stays what a backlog asked for: once nobody waits, as long as one may take to be worked off. While it
@@ -288,7 +305,7 @@ class _Deciding:
                 return wish.reason, wish.because
             if before > pool.max_replicas:
                 return ReasonCode.MAX, f"max_replicas is {pool.max_replicas}"
-            quiet_s = self._state.damping.get(pool.name, Damping()).factor * self._settings.quiet_s
+            quiet_s = max(self._state.damping[pool.name].factor, self._least_window(pool)) * self._settings.quiet_s
             found = wish if wish.reason is ReasonCode.RECURRING else forward(self._outlook, pool)
             is_surplus = self._now_s - self._state.last_backlog_s.get(pool.name, -math.inf) < quiet_s
             when = "are enough, what waited is worked off" if is_surplus else f"were enough for {quiet_s:.0f} s"

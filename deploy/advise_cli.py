@@ -54,7 +54,8 @@ def advise_command(
     pool = _pool(deployed, knows_model=config is not None)
     if max_replicas is not None:
         pool = replace(pool, max_replicas=max_replicas)
-    settings = replace(scaling.policy_settings(slo), quiet_s=min(scaling.quiet_s, range_s / 2))
+    settings = scaling.policy_settings(slo)
+    settings = replace(settings, quiet_s=min(settings.quiet_s, range_s / 2))
     advice = advise(samples, settings, pool, gpu_budget=scaling.gpu_budget)
     console = Console(soft_wrap=True)
     say = lambda text: console.print(text, highlight=False, markup=False)  # noqa: E731

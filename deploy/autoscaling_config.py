@@ -9,6 +9,7 @@ from manta.cluster.slo import Slo
 from manta.engine.config import Section
 
 LEAST_BREACH_S, MOST_BREACH_S = 10.0, 60.0
+USUAL_QUIET_S = 120.0
 """Bounds of the window over which lateness is looked at; between them it is the quiet one."""
 
 
@@ -45,7 +46,12 @@ class AutoscalingConfig(Section):
     cold_start_s: float = Field(
         default=30.0, gt=0, description="from decision to a replica's first request, until that was measured"
     )
-    quiet_s: float = Field(default=120.0, ge=0, description="so long fewer must have been enough before some stop")
+    quiet_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="so long fewer must have been enough before some stop; default: 120 s, and for what came for a "
+        "burst as long as a start takes, until one came back",
+    )
     to_zero_s: float = Field(default=300.0, gt=0, description="so long no request came before the last one stops")
     headroom: float = Field(
         default=1.05,
@@ -64,11 +70,13 @@ class AutoscalingConfig(Section):
 
     def policy_settings(self, slo: Slo) -> PolicySettings:
         """For the policy."""
+        quiet_s = USUAL_QUIET_S if self.quiet_s is None else self.quiet_s
         return PolicySettings(
             slo=slo,
             cold_start_s=self.cold_start_s,
-            quiet_s=self.quiet_s,
+            quiet_s=quiet_s,
+            first_quiet_s=self.quiet_s,
             to_zero_s=self.to_zero_s,
-            breach_s=min(max(self.quiet_s, LEAST_BREACH_S), MOST_BREACH_S),
+            breach_s=min(max(quiet_s, LEAST_BREACH_S), MOST_BREACH_S),
             headroom=self.headroom,
         )

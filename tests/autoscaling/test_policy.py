@@ -30,7 +30,8 @@ def test_a_steady_load_changes_direction_at_most_once_in_an_hour(rate: int) -> N
 
 
 def test_replicas_follow_a_spike_at_once_and_stay_until_it_has_been_quiet() -> None:
-    done = run(lambda second: 500 if 120 <= second < 300 else 10, 900)
+    settings = PolicySettings(slo=SLO, cold_start_s=20.0, first_quiet_s=120.0)
+    done = run(lambda second: 500 if 120 <= second < 300 else 10, 900, settings=settings)
     assert done.targets[119] == 1
     assert done.targets[121] >= 5
     assert done.targets[130] >= 18
@@ -38,6 +39,26 @@ def test_replicas_follow_a_spike_at_once_and_stay_until_it_has_been_quiet() -> N
     assert done.targets[-1] == 1
     assert "burst" in reasons(done)
     assert reasons(done)[-1] == "quiet"
+
+
+def test_what_came_for_a_first_spike_goes_a_starts_time_after_it() -> None:
+    done = run(lambda second: 500 if 120 <= second < 300 else 10, 900)
+    assert min(done.targets[130:318]) >= 18
+    assert done.targets[400] == 1
+    assert done.num_reversals <= 1
+
+
+def test_what_came_for_a_spike_that_came_back_stays_for_the_whole_quiet_window() -> None:
+    done = run(lambda second: 500 if 120 <= second < 300 or 600 <= second < 700 else 10, 1200)
+    assert min(done.targets[640:815]) >= 18
+
+
+def test_what_came_for_a_load_that_grew_stays_for_the_whole_quiet_window() -> None:
+    done = run(lambda second: 100 + second / 2 if second < 300 else 60, 800, start=4)
+    rises = [one.reason for one in done.decided if one.after > one.before]
+    assert rises[-1] == "forecast"
+    assert min(done.targets[280:420]) == done.targets[280] >= 10
+    assert done.targets[-1] <= 3
 
 
 def test_a_ramp_is_met_before_it_comes() -> None:
