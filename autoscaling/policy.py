@@ -32,6 +32,23 @@ PATIENCE = 0.25
 
 SUDDEN = (ReasonCode.BURST, ReasonCode.BACKLOG)
 """What came for these may go sooner than what came for a load that grew."""
+LULL_S = 10.0
+"""After so long a burst is another one."""
+LASTING = 2.0
+"""Starts: what came for a burst must have been needed for so long; shorter ones are seldom alone."""
+
+
+@dataclass(frozen=True)
+class Came:
+    """The last rise of a target: why, and from when until when most of the target was last needed without a lull."""
+
+    reason: ReasonCode
+    since_s: float
+    needed_s: float
+
+    def needed(self, now_s: float) -> Came:
+        """It is needed now."""
+        return replace(self, since_s=now_s if now_s - self.needed_s > LULL_S else self.since_s, needed_s=now_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +91,8 @@ class PolicyState:
     last_work_s: float | None = None
     """When something was last there to do."""
     last_breach_s: float | None = None
-    came_for: Mapping[str, ReasonCode] = field(default_factory=dict)
-    """By pool: why the target last rose."""
+    came: Mapping[str, Came] = field(default_factory=dict)
+    """By pool: the last rise of the target."""
     last_backlog_s: Mapping[str, float] = field(default_factory=dict)
     """By pool: when a backlog last asked for more than anything else."""
     held_back: frozenset[str] = frozenset()
@@ -212,6 +229,9 @@ class _Deciding:
         to_keep = wanted
         if wanted < pool.target:  # near a threshold, what is there stays
             to_keep = min(pool.target, max(wanted, self._num_to_keep(pool)))
+        came = self._state.came.get(pool.name)
+        if came is not None and 2 * to_keep >= pool.target:
+            self._state = replace(self._state, came={**self._state.came, pool.name: came.needed(now_s)})
         hurry = self._state.hurry.get(pool.name, Damping()).need(to_keep, now_s, quiet_s=self._surplus_s(pool, wish))
         if wish.reason is ReasonCode.BACKLOG:
             to_keep = min(to_keep, max(self._num_to_keep(pool), 1))
@@ -222,7 +242,8 @@ class _Deciding:
             target = min(wanted, pool.max_replicas)
             if target > pool.target:
                 damping = damping.rose(now_s, quiet_s=settings.quiet_s)
-                self._state = replace(self._state, came_for={**self._state.came_for, pool.name: wish.reason})
+                came = Came(wish.reason, now_s, now_s)
+                self._state = replace(self._state, came={**self._state.came, pool.name: came})
         else:
             begun_s = self._state.begun_s
             is_known = begun_s is not None and now_s - begun_s >= settings.quiet_s
@@ -239,12 +260,14 @@ class _Deciding:
 
     def _least_window(self, pool: PoolState) -> float:
         """The quiet window before any fall was regretted, over the usual one. Keeping replicas for longer than a start
-        costs more than starting them again; what a load that grew asked for stays all the same, since its falls are
-        seldom for long."""
+        costs more than starting them again; but the falls of a load that grew are seldom for long, and short bursts
+        seldom alone."""
         settings = self._settings
         first_s = self._outlook.cold_start_s if settings.first_quiet_s is None else settings.first_quiet_s
-        is_shorter = self._state.came_for.get(pool.name) in SUDDEN and first_s < settings.quiet_s
-        return first_s / settings.quiet_s if is_shorter else 1.0
+        came = self._state.came.get(pool.name)
+        if came is None or came.reason not in SUDDEN or came.needed_s - came.since_s < LASTING * first_s:
+            return 1.0
+        return min(first_s / settings.quiet_s, 1.0) if settings.quiet_s else 1.0
 
     def _surplus_s(self, pool: PoolState, wish: Wish) -> float:
         """So long stays what a backlog asked for: once nobody waits, as long as one may take to be worked off. While it

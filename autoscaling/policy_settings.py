@@ -20,7 +20,7 @@ class PolicySettings:
     quiet_s: float = 120.0
     """So long fewer replicas must have been enough before some stop; longer where that was regretted (damping.py)."""
     first_quiet_s: float | None = None
-    """The same for what came for a burst or a backlog, before any fall was regretted; at most `quiet_s`. None: as long
+    """The same for what came for a burst that lasted, before any fall was regretted; at most `quiet_s`. None: as long
     as a start takes."""
     to_zero_s: float = 300.0
     """So long no request must have come before the last stops, where a pool may go to zero."""

@@ -50,7 +50,7 @@ class AutoscalingConfig(Section):
         default=None,
         ge=0,
         description="so long fewer must have been enough before some stop; default: 120 s, and for what came for a "
-        "burst as long as a start takes, until one came back",
+        "burst that lasted as long as a start takes, until one came back",
     )
     to_zero_s: float = Field(default=300.0, gt=0, description="so long no request came before the last one stops")
     headroom: float = Field(

@@ -53,6 +53,12 @@ def test_what_came_for_a_spike_that_came_back_stays_for_the_whole_quiet_window()
     assert min(done.targets[640:815]) >= 18
 
 
+def test_what_came_for_a_short_burst_stays_for_the_whole_quiet_window() -> None:
+    done = run(lambda second: 500 if 120 <= second < 150 else 10, 600)
+    assert min(done.targets[140:265]) >= 15
+    assert done.targets[-1] == 1
+
+
 def test_what_came_for_a_load_that_grew_stays_for_the_whole_quiet_window() -> None:
     done = run(lambda second: 100 + second / 2 if second < 300 else 60, 800, start=4)
     rises = [one.reason for one in done.decided if one.after > one.before]
