@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from manta.engine.errors import ConfigError
+from manta.engine.parallel import groups as groups_module
 from manta.engine.parallel.groups import Groups, join_groups
 from manta.engine.parallel.place import RankPlace
 from manta.engine.parallel.shared_sum import SharedSum
@@ -30,6 +33,22 @@ def test_ranks_of_a_stage_have_the_same_sum_in_place(dtype: torch.dtype, is_one_
         expected = torch.arange(6, dtype=dtype).view(2, 3) * 6 + 3 * pp_rank
         for x in found[3 * pp_rank : 3 * pp_rank + 3]:
             assert torch.equal(x, expected)
+
+
+def test_no_rank_has_joined_before_all_are_connected(monkeypatch: pytest.MonkeyPatch):
+    """One that fails right behind would take the groups from under those that still connect."""
+    has_one_returned = threading.Event()
+    connect = groups_module._gloo_group
+
+    def slowly(store: Store, rank: int, size: int, address: str | None) -> object:
+        group = connect(store, rank, size, address)
+        if rank == 0:
+            assert not has_one_returned.wait(0.1)
+        return group
+
+    monkeypatch.setattr(groups_module, "_gloo_group", slowly)
+    on_ranks(lambda place, groups: has_one_returned.set(), tp_size=3)
+    assert has_one_returned.is_set()
 
 
 def test_a_silent_group_exchanges_nothing_and_keeps_the_shapes():
