@@ -210,7 +210,7 @@ def join_groups(
     backend: Backend | None = None,
     address: str | None = None,
 ) -> Groups:
-    """Meet all other ranks over `store` and connect to them; called once by every rank.
+    """Meet all other ranks over `store`, and return when all are connected; called once by every rank.
 
     `backend`: None takes NCCL on CUDA when every rank has a GPU of its own, else gloo (through the host). `address` is
     this rank's own, at which the others reach it; None: the one that the host's name resolves to. Ranks of a stage with
@@ -249,6 +249,7 @@ def join_groups(
     if place.pp_size > 1:
         column = range(place.tp_rank, place.world_size, place.tp_size)
         stages = StageLinks(place, joined("stages", column, chosen, device))
+    everyone.barrier()  # a rank that let go of its groups at once would break off what others still connect
     return Groups(
         place,
         chosen,
