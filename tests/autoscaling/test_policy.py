@@ -44,7 +44,8 @@ def test_replicas_follow_a_spike_at_once_and_stay_until_it_has_been_quiet() -> N
 def test_what_came_for_a_first_spike_goes_a_starts_time_after_it() -> None:
     done = run(lambda second: 500 if 120 <= second < 300 else 10, 900)
     assert min(done.targets[130:318]) >= 18
-    assert done.targets[400] == 1
+    assert done.targets[400] <= 2  # of two, one is half: needed, so that the last one stops a little later
+    assert done.targets[-1] == 1
     assert done.num_reversals <= 1
 
 
