@@ -36,7 +36,7 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 		$(PY) -m pip install -qq 'torch==$(TORCH)+cpu' 2>/dev/null || $(PY) -m pip install -qq 'torch==$(TORCH)'; \
 	fi
 	@echo "installing Manta and its development tools"
-	@if $(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+	@if $(PY) -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
 		sed '/^triton==/d' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
 	@$(PY) -m pip install -qq -e '.[dev]' -c $(VENV)/constraints.txt
 	@touch $@
