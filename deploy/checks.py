@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import resource
 import shutil
 import socket
@@ -22,6 +23,9 @@ from .settings import Settings
 
 MIN_FREE_BYTES = 1_000_000_000
 """Ray logs and spills into its folder, and refuses to work on a full disk."""
+PORTS = range(20_000, 30_000)
+"""Where free ports are looked for. Linux gives a connection, or a process of Ray that asks for any port, one from 32768
+on: what it would give us may be given to another before we listen. Ray and Serve choose below and above these."""
 
 
 class PortTaken(MantaError):
@@ -66,15 +70,15 @@ def raise_file_limit() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Different ports that nobody listens on now, for whoever listens in some seconds. Raises PortTaken."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise PortTaken(f"of the ports {PORTS[0]} to {PORTS[-1]} only {len(found)} are free, and {count} are needed")
 
 
 def check_disk(folder: Path) -> None:

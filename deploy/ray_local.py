@@ -209,5 +209,7 @@ def quiet() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its type."""
+    """The first line of an exception's text, or its type; of a Ray task's error that of what it raised."""
+    while isinstance(cause := getattr(error, "cause", None), BaseException):
+        error = cause
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

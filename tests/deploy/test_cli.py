@@ -128,6 +128,18 @@ def test_free_ports_differ() -> None:
     assert len(set(checks.free_ports(5))) == 5
 
 
+def test_free_ports_are_none_that_linux_gives_to_connections() -> None:
+    assert max(checks.free_ports(100)) < 32768
+
+
+def test_ports_with_a_listener_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    (taken,) = checks.free_ports(1)
+    with socket.create_server(("127.0.0.1", taken)):
+        monkeypatch.setattr(checks, "PORTS", range(taken, taken + 1))
+        with pytest.raises(PortTaken, match="only 0 are free, and 1 are needed"):
+            checks.free_ports(1)
+
+
 def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "manta", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -151,3 +163,14 @@ def test_the_key_of_the_environment_guards_the_server_unless_the_configuration_h
     monkeypatch.setenv("MANTA_API_KEY", "from-environment")
     assert cli._deploy_config(None, [], {})[0].serving.api_keys == ("from-environment",)
     assert cli._deploy_config(None, ["api_keys=[mine]"], {})[0].serving.api_keys == ("mine",)
+
+
+def test_what_a_ray_task_raised_is_told_instead_of_where() -> None:
+    from ray.exceptions import RayTaskError
+
+    from manta.deploy.ray_local import first_line
+
+    inner = RayTaskError("start", "Traceback (most recent call last):\n ...", RuntimeError("the port is taken\nby 7"))
+    assert first_line(RayTaskError("ready", "Traceback (most recent call last):\n ...", inner)) == "the port is taken"
+    assert first_line(ValueError("\n  no such name\n")) == "no such name"
+    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
