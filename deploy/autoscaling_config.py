@@ -8,8 +8,8 @@ from manta.autoscaling.policy_settings import PolicySettings
 from manta.cluster.slo import Slo
 from manta.engine.config import Section
 
-LEAST_BREACH_S, MOST_BREACH_S = 10.0, 60.0
 USUAL_QUIET_S = 120.0
+LEAST_BREACH_S, MOST_BREACH_S = 10.0, 60.0
 """Bounds of the window over which lateness is looked at; between them it is the quiet one."""
 
 
