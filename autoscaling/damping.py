@@ -23,7 +23,7 @@ class Damping:
     needs: tuple[tuple[float, int], ...] = ()
     """What was needed when; values fall from first to last, since an older lower one can never be the most again."""
     factor: float = 0.0
-    """The window over the usual one; `least` where that is longer."""
+    """What regrets made of the window, over the usual one."""
     fell_at_s: float = -math.inf
     """The last fall that nothing was said of yet."""
     regretted_at_s: float = -math.inf
@@ -31,20 +31,21 @@ class Damping:
     last_regret_s: float = -math.inf
 
     def need(self, num_replicas: int, now_s: float, *, quiet_s: float, least: float = 1.0) -> Damping:
-        """So many are needed now. The window is `least` times `quiet_s` where nothing was regretted for long."""
-        factor, regretted_at_s = max(self.factor, least), self.regretted_at_s
-        if factor > least and now_s - regretted_at_s > 2 * MOST_FACTOR * quiet_s:
-            factor, regretted_at_s = max(factor / 2, least), now_s
-        needs = [entry for entry in self.needs if entry[0] > now_s - factor * quiet_s]
+        """So many are needed now. Without a regret the window is `least` times `quiet_s`."""
+        factor, regretted_at_s = self.factor, self.regretted_at_s
+        if factor > 0 and now_s - regretted_at_s > 2 * MOST_FACTOR * quiet_s:
+            factor, regretted_at_s = factor / 2, now_s
+        window_s = max(factor, least) * quiet_s
+        needs = [entry for entry in self.needs if entry[0] > now_s - window_s]
         while needs and needs[-1][1] <= num_replicas:
             needs.pop()
         return replace(self, needs=(*needs, (now_s, num_replicas)), factor=factor, regretted_at_s=regretted_at_s)
 
-    def rose(self, now_s: float, *, quiet_s: float) -> Damping:
-        """The target rises now."""
+    def rose(self, now_s: float, *, quiet_s: float, least: float = 1.0) -> Damping:
+        """The target rises now: where it fell not long ago the window doubles, and is at least the usual one."""
         if now_s - self.fell_at_s > MOST_FACTOR * quiet_s:
             return self
-        factor = min(max(2 * self.factor, 1.0), MOST_FACTOR)
+        factor = min(max(2 * max(self.factor, least), 1.0), MOST_FACTOR)
         return replace(self, factor=factor, fell_at_s=-math.inf, regretted_at_s=now_s, last_regret_s=now_s)
 
     def is_regretted(self, now_s: float) -> bool:

@@ -236,12 +236,13 @@ class _Deciding:
         if wish.reason is ReasonCode.BACKLOG:
             to_keep = min(to_keep, max(self._num_to_keep(pool), 1))
             self._state = replace(self._state, last_backlog_s={**self._state.last_backlog_s, pool.name: now_s})
+        least = self._least_window(pool)
         damping = self._state.damping.get(pool.name, Damping())
-        damping = damping.need(to_keep, now_s, quiet_s=settings.quiet_s, least=self._least_window(pool))
+        damping = damping.need(to_keep, now_s, quiet_s=settings.quiet_s, least=least)
         if wanted >= pool.target:
             target = min(wanted, pool.max_replicas)
             if target > pool.target:
-                damping = damping.rose(now_s, quiet_s=settings.quiet_s)
+                damping = damping.rose(now_s, quiet_s=settings.quiet_s, least=least)
                 came = Came(wish.reason, now_s, now_s)
                 self._state = replace(self._state, came={**self._state.came, pool.name: came})
         else:
@@ -259,15 +260,13 @@ class _Deciding:
         return min(max(target, pool.min_replicas), pool.max_replicas)
 
     def _least_window(self, pool: PoolState) -> float:
-        """The quiet window before any fall was regretted, over the usual one. Keeping replicas for longer than a start
-        costs more than starting them again; but the falls of a load that grew are seldom for long, and short bursts
-        seldom alone."""
-        settings = self._settings
-        first_s = self._outlook.cold_start_s if settings.first_quiet_s is None else settings.first_quiet_s
+        """The window where no fall was regretted, over the usual one: shorter for what came for a burst that lasted.
+        The falls of a load that grew are seldom for long, and short bursts seldom alone."""
         came = self._state.came.get(pool.name)
-        if came is None or came.reason not in SUDDEN or came.needed_s - came.since_s < LASTING * first_s:
+        if came is None or came.reason not in SUDDEN:
             return 1.0
-        return min(first_s / settings.quiet_s, 1.0) if settings.quiet_s else 1.0
+        has_lasted = came.needed_s - came.since_s >= LASTING * self._outlook.cold_start_s
+        return self._settings.burst_window if has_lasted else 1.0
 
     def _surplus_s(self, pool: PoolState, wish: Wish) -> float:
         """So long stays what a backlog asked for: once nobody waits, as long as one may take to be worked off. While it

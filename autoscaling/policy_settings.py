@@ -19,9 +19,8 @@ class PolicySettings:
     """Expected, until starts were measured."""
     quiet_s: float = 120.0
     """So long fewer replicas must have been enough before some stop; longer where that was regretted (damping.py)."""
-    first_quiet_s: float | None = None
-    """The same for what came for a burst that lasted, before any fall was regretted; at most `quiet_s`. None: as long
-    as a start takes."""
+    burst_window: float = 0.5
+    """Of `quiet_s`: the window of what came for a burst that lasted, as long as no fall was regretted."""
     to_zero_s: float = 300.0
     """So long no request must have come before the last stops, where a pool may go to zero."""
     headroom: float = 1.05

@@ -49,8 +49,8 @@ class AutoscalingConfig(Section):
     quiet_s: float | None = Field(
         default=None,
         ge=0,
-        description="so long fewer must have been enough before some stop; default: 120 s, and for what came for a "
-        "burst that lasted as long as a start takes, until one came back",
+        description="so long fewer must have been enough before some stop; default: 120 s, or 60 s for what came for "
+        "a burst that lasted, until one came back",
     )
     to_zero_s: float = Field(default=300.0, gt=0, description="so long no request came before the last one stops")
     headroom: float = Field(
@@ -75,7 +75,7 @@ class AutoscalingConfig(Section):
             slo=slo,
             cold_start_s=self.cold_start_s,
             quiet_s=quiet_s,
-            first_quiet_s=self.quiet_s,
+            burst_window=PolicySettings.burst_window if self.quiet_s is None else 1.0,
             to_zero_s=self.to_zero_s,
             breach_s=min(max(quiet_s, LEAST_BREACH_S), MOST_BREACH_S),
             headroom=self.headroom,

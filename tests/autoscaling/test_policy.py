@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from manta.autoscaling.damping import Damping
 from manta.autoscaling.outlook import is_breach
 from manta.autoscaling.policy import Policy, PolicyState
 from manta.autoscaling.policy_settings import PolicySettings
@@ -30,7 +31,7 @@ def test_a_steady_load_changes_direction_at_most_once_in_an_hour(rate: int) -> N
 
 
 def test_replicas_follow_a_spike_at_once_and_stay_until_it_has_been_quiet() -> None:
-    settings = PolicySettings(slo=SLO, cold_start_s=20.0, first_quiet_s=120.0)
+    settings = PolicySettings(slo=SLO, cold_start_s=20.0, burst_window=1.0)
     done = run(lambda second: 500 if 120 <= second < 300 else 10, 900, settings=settings)
     assert done.targets[119] == 1
     assert done.targets[121] >= 5
@@ -41,9 +42,9 @@ def test_replicas_follow_a_spike_at_once_and_stay_until_it_has_been_quiet() -> N
     assert reasons(done)[-1] == "quiet"
 
 
-def test_what_came_for_a_first_spike_goes_a_starts_time_after_it() -> None:
+def test_what_came_for_a_first_spike_goes_after_half_the_quiet_window() -> None:
     done = run(lambda second: 500 if 120 <= second < 300 else 10, 900)
-    assert min(done.targets[130:318]) >= 18
+    assert min(done.targets[130:358]) >= 18
     assert done.targets[400] <= 2  # of two, one is half: needed, so that the last one stops a little later
     assert done.targets[-1] == 1
     assert done.num_reversals <= 1
@@ -274,3 +275,17 @@ def test_bursts_that_come_back_find_their_replicas_after_a_while() -> None:
     assert min(done.targets[60:600]) == 1
     assert min(done.targets[1800:3300]) >= 5
     assert done.num_reversals <= 8
+
+
+def test_a_short_window_holds_only_while_it_is_asked_for() -> None:
+    damping = Damping().need(5, 0.0, quiet_s=120.0)
+    assert damping.need(1, 70.0, quiet_s=120.0).most == 5
+    assert damping.need(1, 70.0, quiet_s=120.0, least=0.5).most == 1
+    assert damping.need(1, 50.0, quiet_s=120.0, least=0.5).most == 5
+
+
+@pytest.mark.parametrize(("least", "window_s"), [(1.0, 240.0), (0.5, 120.0)])
+def test_a_regretted_fall_doubles_the_window_whatever_is_asked_for_then(least: float, window_s: float) -> None:
+    regretted = Damping().fell(0.0).rose(50.0, quiet_s=120.0, least=least).need(5, 50.0, quiet_s=120.0, least=0.5)
+    assert regretted.need(1, 49.0 + window_s, quiet_s=120.0, least=0.5).most == 5
+    assert regretted.need(1, 51.0 + window_s, quiet_s=120.0, least=0.5).most == 1
